@@ -14,8 +14,8 @@ and compared again later, written to, pickled, saved and loaded. If the ranks ar
 also go through multiprocessing, a DataLoader's worker and forked children, and are used after
 shutdown.
 
-A world is a wire and a number of ranks: `threads`, `shm` (processes of one host), `tcp` (each rank
-as if on a host of its own) or `torch` (over a process group). A line has the memory, descriptors
+A world is a wire and a number of ranks: `threads`, `shm` (processes of one host) or `tcp` (each
+rank as if on a host of its own). A line has the memory, descriptors
 and threads of the rank whose memory grew most: after a quarter of the programs, and before the last
 three. At these moments no results are held, workspaces are freed, and WEFT_KEEP=0 keeps no past
 results. The exit status is 1 if descriptors or threads of a rank have increased, or its memory by
@@ -56,7 +56,7 @@ from weft.sparse import ALGORITHMS
 from weft.testing import expected, processes, run
 
 WORLDS = ("threads-2", "threads-3", "threads-4", "threads-7", "shm-2", "shm-3", "shm-4")
-WORLDS += ("tcp-3", "tcp-4", "torch-2", "torch-3")
+WORLDS += ("tcp-3", "tcp-4")
 SIZES = (0, 1, 100, 5000, 20_000, 40_000, 70_000, 140_000, 300_000)  # both sides of thresholds
 HALF = (torch.float16, torch.bfloat16)
 MIB = 1 << 20
@@ -688,8 +688,7 @@ def alone(group: weft.Group, name: str, program: Drawn) -> None:
 def tried(name: str, program: Drawn) -> None:
     """Run one program in a world, on ranks that are kept for the next."""
     wire, size = name.split("-")
-    on = {"threads": "threads", "torch": "torch"}.get(wire, "processes")
-    run(int(size), alone, name, program, on=on)
+    run(int(size), alone, name, program, on="threads" if wire == "threads" else "processes")
 
 
 def elsewhere(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -728,8 +727,7 @@ def world(name: str, first: int, count: int, limit: float) -> list[Told]:
         # One heap: else each thread has its own, and keeps its gaps when their results are gone.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
         return [told for told, _ in run(int(size), programs, name, several, limit=limit)]
-    env = {"WEFT_WIRE": "torch"} if wire == "torch" else {}
-    return processes(int(size), whole, name, several, env=env, timeout=limit)
+    return processes(int(size), whole, name, several, timeout=limit)
 
 
 def large(wire: str) -> None:

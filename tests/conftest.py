@@ -32,7 +32,6 @@ from hypothesis import settings
 
 from weft.base.pace import patient
 from weft.bootstrap import local
-from weft.wire.interface import Features
 
 # A shell's background job has Ctrl-C ignored, and so would have every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -442,37 +441,6 @@ def mpirun(
         passes.submit(pass_on)
         yield start
         listener.shutdown(socket.SHUT_RDWR)
-
-
-class _Exact:
-    """A wire without rounds: a receive by size must be as long as its message."""
-
-    def __init__(self, below: Any) -> None:
-        self._below = below
-        self.features = Features(exact=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._below, name)
-
-    def post(self, sends: Any = (), recvs: Any = (), channel: int = 0) -> Any:
-        pending = self._below.post(sends, recvs, channel)
-        wait = pending.wait
-
-        def waited(timeout: float | None = None) -> list[torch.Tensor]:
-            found = wait(timeout)
-            for (peer, into), came in zip(recvs, found, strict=True):
-                asked = into if isinstance(into, int) else into.nbytes
-                assert came.nbytes == asked, f"{came.nbytes} bytes of rank {peer} for {asked}"
-            return found
-
-        pending.wait = waited
-        return pending
-
-
-@pytest.fixture
-def exact_wire() -> type[_Exact]:
-    """Makes of a wire one that is `exact`, and checks that receives are."""
-    return _Exact
 
 
 @pytest.hookimpl(wrapper=True)

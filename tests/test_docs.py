@@ -7,25 +7,20 @@ order, in one namespace, in a group of one. A fence that cannot run here is prec
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import doctest
 import importlib
 import importlib.util
 import re
 import shlex
 import textwrap
-import typing
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import weft
-import weft.wire
 from weft import cli
 from weft.sparse import ALGORITHMS
-from weft.testing.wire_clauses import CLAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -138,68 +133,6 @@ def test_every_algorithm_is_described(algorithm):
     section = text.split(f"\n## {algorithm}\n")[1].split("\n## ")[0]
     for part in ("Idea", "Steps", "Workspace", "Order of addition", "Serves", "Source"):
         assert f"**{part}" in section, part
-
-
-WIRE_PAGE = ROOT / "docs/to-write-a-wire.md"
-EXAMPLE = ROOT / "examples/wire_streams/weft_streams.py"
-DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def test_the_manual_explains_every_part_of_the_example_of_a_wire():
-    example = ast.parse(EXAMPLE.read_text(encoding="utf-8"))
-    defined = {each.name for each in ast.walk(example) if isinstance(each, DEFINITIONS)}
-    page = WIRE_PAGE.read_text(encoding="utf-8")
-    section = page.split("\n## Begin with a copy\n")[1].split("\n## ")[0]
-    explained = {
-        part
-        for row in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
-        for part in re.findall(r"`(\w+)`", row)
-    }
-    assert explained <= defined
-    classes = {each.name for each in example.body if isinstance(each, ast.ClassDef)}
-    assert classes <= explained
-
-
-def test_names_that_the_manual_has_a_wire_use_are_public():
-    """They are in `weft.wire`, or in another `__all__`, and all of `weft.wire` is on its page."""
-    reference = (ROOT / "docs/api/interface.md").read_text(encoding="utf-8")
-    described = set(re.findall(r"^::: weft\.wire\.(\w+)$", reference, re.MULTILINE))
-    assert described == set(weft.wire.__all__)
-
-    page = WIRE_PAGE.read_text(encoding="utf-8")
-    linked = re.findall(r"\[`(\w+)`\]\(api/interface\.md\)", page)
-    assert "Pool" in linked and set(linked) <= described
-    shown = page + EXAMPLE.read_text(encoding="utf-8")
-    imports = re.findall(r"^from (weft[\w.]*) import (.+)$", shown, re.MULTILINE)
-    for module, names in imports:
-        assert set(names.split(", ")) <= set(importlib.import_module(module).__all__)
-    assert {"weft.wire", "weft.testing"} == {module for module, _ in imports}
-    fields = {field.name for field in dataclasses.fields(weft.wire.Start)}
-    assert set(re.findall(r"\bstart\.(\w+)", page)) <= fields
-
-
-def types_in(hint):
-    """The types that an annotation names."""
-    if isinstance(hint, list):  # the arguments of a function
-        return set().union(*map(types_in, hint))
-    found = {hint} if isinstance(hint, type) else set()
-    return found.union(*map(types_in, typing.get_args(hint)))
-
-
-def test_what_a_factory_is_given_is_of_public_types():
-    hints = typing.get_type_hints(weft.wire.Start)
-    types = set().union(*map(types_in, hints.values()))
-    own = {each.__name__ for each in types if each.__module__.startswith("weft")}
-    assert own == {"Pool"} and own <= set(weft.wire.__all__)
-
-
-def test_every_clause_of_the_contract_of_wires_has_a_cause_to_look_for():
-    text = WIRE_PAGE.read_text(encoding="utf-8")
-    section = text.split("\n### If a clause fails\n")[1].split("\n#")[0]
-    rows = re.findall(r"^\| ([\d, ]+) \| .+ \| .+ \|$", section, re.MULTILINE)
-    numbers = [int(number) for row in rows for number in row.split(", ")]
-    assert sorted(numbers) == list(range(1, len(CLAUSES) + 1))
-    assert f"the contract: {len(CLAUSES)} clauses" in text
 
 
 def test_every_environment_variable_is_described():

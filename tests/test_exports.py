@@ -35,7 +35,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing(
         "had = {*sys.modules}; before = held(); import weft\n"
         "assert held() == before, (before, held())\n"
         "print(*sorted({*sys.modules} - had), flush=True)\n"
-        "for name in ('testing', 'wire', 'nn'):\n"
+        "for name in ('testing', 'nn'):\n"
         "    if os.fork() == 0:\n"
         "        print(getattr(weft, name).__name__, name in dir(weft), flush=True)\n"
         "        os._exit(0)\n"
@@ -51,7 +51,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing(
     line = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, timeout=patient(150.0))
     assert (done.returncode, done.stderr) == (0, "")
-    rooms = ["weft.testing True", "weft.wire True", "weft.nn True"]
+    rooms = ["weft.testing True", "weft.nn True"]
     loaded = "weft weft.backend weft.base weft.base._torch weft.version"
     assert done.stdout.splitlines() == [loaded, *rooms, ""]
 
@@ -76,7 +76,6 @@ PUBLIC = (
     "weft.nn",
     "weft.ddp",
     "weft.testing",
-    "weft.wire",
     "weft.sparse",
     "weft.trainers",
     "weft.compat.oneccl",

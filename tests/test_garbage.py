@@ -19,7 +19,6 @@ from weft.group.channels import OPENINGS
 from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
-from weft.wire import framed as gloo_frames
 from weft.wire.tcp import connection
 
 CULPRIT = 1
@@ -121,8 +120,6 @@ def attacked(group, way, what):
                 changed(given, which, change)
             elif group.rank == CULPRIT and what == "of a detector":
                 group.session.detector.links.send(0, b'{"bye": ["nobody"]}\n')
-            elif group.rank == CULPRIT and way == "torch":
-                framed(patch, gloo_frames, "_HEAD", lambda channel, length: (channel, -length))
             elif group.rank == CULPRIT:
                 framed(patch, connection, "_FRAME", FRAMES[what])
             until = time.monotonic() + patient(30.0)
@@ -132,7 +129,7 @@ def attacked(group, way, what):
 
 
 def attacks():
-    for way in ("threads", "shm", "tcp", "torch"):
+    for way in ("threads", "shm", "tcp"):
         yield from ((way, what) for what in MESSAGES)
         if way != "threads":
             yield way, "of a detector"

@@ -252,8 +252,6 @@ ALLOWED = {
     "_version": "torch's: no public name says how often a tensor was written to",
     "_schema": "torch's: no public name says what an operator writes to",
     "_get_backend": "torch's: no public name is the backend of a group's device",
-    "_listener": "Python's: multiprocessing's Listener has no limit on `accept`",
-    "_socket": "the same one's",
     "_DistTestBase": "torch's: its own tests of a backend, which are run",
     **dict.fromkeys(
         (
@@ -361,7 +359,7 @@ def test_tests_reach_nothing_of_wefts_by_an_underscore():
         ("from weft.wire.tcp import _wire", "_wire"),
         ("from weft.base._torch import keep", "_torch"),
         ("wire._turn.acquire()", "_turn"),
-        ("class Both(Staged):\n    def close(self):\n        self._cpu_wire.close()", "_cpu_wire"),
+        ("class Both(Wire):\n    def close(self):\n        self._inside.close()", "_inside"),
         ("wires[0].session._worker = None", "_worker"),
         ("monkeypatch.setattr(control, '_PATIENCE', 0.1)", "_PATIENCE"),
         ("monkeypatch.setattr('weft.base.memory._shelf', None)", "_shelf"),

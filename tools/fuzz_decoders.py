@@ -33,7 +33,6 @@ import time
 import traceback
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import weft
@@ -48,7 +47,7 @@ from weft.sparse import codec
 from weft.sparse.rate import set_rate
 from weft.testing import run
 from weft.testing.cases import on_hosts
-from weft.wire import Features, framed
+from weft.wire.interface import Features
 from weft.wire.tcp.connection import Connection, Receive
 
 REPLAYED = 20  # executions of which one replays a call
@@ -176,33 +175,6 @@ def frames():
     return [b"".join(some), b"".join(some[3:]), *some], read
 
 
-class Crew:
-    """A group of torch's over which these bytes come; as gloo, it refuses those of another size."""
-
-    def __init__(self, raw):
-        self.left = raw
-
-    def recv(self, places, peer, lane):
-        came, self.left = self.left[: len(places[0])], self.left[len(places[0]) :]
-        if len(came) < len(places[0]):
-            raise OverflowError
-        places[0].numpy()[:] = np.frombuffer(came, np.uint8)
-        return self
-
-    def wait(self, timeout):
-        return None
-
-
-def gloo():
-    def read(message):
-        with contextlib.suppress(framed.NoFrameError):
-            framed._Frames(Crew(message.numpy().tobytes()), 1).get()
-
-    return [
-        struct.pack("<qq", 3, n).ljust(1024, b"\0") + bytes(max(0, n - 1008)) for n in (0, 9, 3000)
-    ], read
-
-
 def words():
     def read(message):
         with contextlib.suppress(*messages.UNREADABLE):
@@ -218,7 +190,6 @@ DECODERS = {
     "index list, int32": functools.partial(lists, torch.int32),
     "index list, int64": functools.partial(lists, torch.int64),
     "frame": frames,
-    "frame over gloo": gloo,
     "detector": words,
 }
 

@@ -11,7 +11,7 @@ from . import backend as _backend
 from .version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    from . import ddp, kernels, nn, schedules, sparse, testing, wire
+    from . import ddp, kernels, nn, schedules, sparse, testing
     from .base.errors import Error, StillRunning, WeftError, WireError
     from .bootstrap.config import Config
     from .bootstrap.init import config, init, shutdown
@@ -39,8 +39,6 @@ if _typing.TYPE_CHECKING:
         sparse_reduce_scatter,
     )
     from .sparse.rows import Rows
-    from .wire.interface import Wire
-    from .wire.registry import register_wire
 
 __all__ = [
     "CallStats",
@@ -52,7 +50,6 @@ __all__ = [
     "Rows",
     "StillRunning",
     "WeftError",
-    "Wire",
     "WireError",
     "Work",
     "all_reduce",
@@ -68,7 +65,6 @@ __all__ = [
     "kernels",
     "nn",
     "on_call",
-    "register_wire",
     "remote_rows",
     "schedules",
     "shutdown",
@@ -83,16 +79,13 @@ __all__ = [
     "sync_sparsified",
     "testing",
     "trainers",
-    "wire",
 ]
 
-_ROOMS = ("ddp", "kernels", "nn", "schedules", "sparse", "testing", "trainers", "wire")
+_ROOMS = ("ddp", "kernels", "nn", "schedules", "sparse", "testing", "trainers")
 _HOMES = {
     "Partition": "nn.partition",
     "Rows": "sparse.rows",
     "Group": "group.group",
-    "Wire": "wire.interface",
-    "register_wire": "wire.registry",
     "sync_sparsified": "ddp.sync",
     **dict.fromkeys(("Error", "StillRunning", "WeftError", "WireError"), "base.errors"),
     **dict.fromkeys(("config", "init", "shutdown"), "bootstrap.init"),

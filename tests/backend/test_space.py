@@ -167,11 +167,11 @@ def sum_of(group: dist.ProcessGroup | None) -> float:
     return total.item()
 
 
-def many_groups(port: int, wire: str) -> list[float]:
+def many_groups(port: int) -> list[float]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     me = int(os.environ["RANK"])
     dist.init_process_group("cpu:weft", store=store, rank=me, world_size=2)
-    group = weft.init(wire=wire)
+    group = weft.init()
     split = group.split([1, 0])
     groups = [dist.group.WORLD, dist.new_group(), group, split, weft.Partition((2,), group=split)]
     sums = [sum_of(each) for each in groups[:2]]
@@ -194,14 +194,13 @@ def test_gloo_may_connect_ranks_when_it_first_needs_to() -> None:
     assert processes(2, connected_later, env={"TORCH_GLOO_LAZY_INIT": "1"}) == [[2.0] * 2] * 2
 
 
-@pytest.mark.parametrize("wire", ["tcp", "torch"])
-def test_groups_need_no_connection_to_the_store_but_the_callers(wire: str) -> None:
+def test_groups_need_no_connection_to_the_store_but_the_callers() -> None:
     """With each connection a TCPStore asks for a host's name, which takes seconds where no name
     server answers."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     door = Doorkeeper(store.port)
     try:
-        assert processes(2, many_groups, door.port, wire) == [[2.0] * 5] * 2
+        assert processes(2, many_groups, door.port) == [[2.0] * 5] * 2
         assert door.came == 2
     finally:
         door.close()

@@ -26,7 +26,7 @@ from weft.base.pace import patient
 from weft.group import process_group
 from weft.testing import run
 
-BACKENDS = ["cpu:weft", "weft_mpi"]
+BACKENDS = ["cpu:weft"]
 SHARED = "cpu:weft,cuda:gloo"  # a group with another backend for another device
 if _torch.backend_base() is not None:  # up to 2.13 torch keeps weft's alone
     BACKENDS.append(SHARED)
@@ -36,10 +36,7 @@ if _torch.backend_base() is not None:  # up to 2.13 torch keeps weft's alone
 def ranks(request, tmp_path):
     """`ranks(size, body)` runs `body(me, size)` in torch's default group, of that backend."""
     backend, meeting = request.param, str(tmp_path / "meeting")
-    if backend == "weft_mpi":
-        start = request.getfixturevalue("mpi_job")
-    else:
-        start = functools.partial(run, on="processes")
+    start = functools.partial(run, on="processes")
     return lambda size, body, times=1: start(
         size, in_group, body.__name__, backend, [f"{meeting}{n}" for n in range(times)]
     )
@@ -144,21 +141,15 @@ def everything(me, size):
     dist.all_gather_object(found, {"rank": me})
     assert found == [{"rank": rank} for rank in range(size)]
     after, before = (me + 1) % size, (me - 1) % size
-    got = torch.empty(4, 2).t()  # not contiguous
+    got = torch.empty(2, 4)
     messages = [
         dist.P2POp(dist.isend, torch.full((2, 4), float(me)), after),
         dist.P2POp(dist.irecv, got, before),
     ]
-    if dist.get_backend() != "weft_mpi":  # gloo takes contiguous ones only
-        messages[1] = dist.P2POp(dist.irecv, got := torch.empty(2, 4), before)
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     assert set(got.flatten().tolist()) == {float(before)}
     assert got._version == 0  # autograd does not know, as of gloo's messages
-    if dist.get_backend() == "weft_mpi":  # a message is an error of its call, and no more
-        for call in (dist.isend, dist.irecv):
-            with pytest.raises(weft.WeftError, match=f"rank {me}: a tensor is on the meta device"):
-                call(torch.ones(1, device="meta"), after)
     if dist.get_backend() == "cpu:weft":  # and receives from whoever sends
         if me == 0:
             assert dist.recv(got, tag=5) == 1 and got.eq(7).all()
@@ -579,7 +570,6 @@ def test_no_method_that_c_asks_for_is_left_to_torch():
     and then that is a deadlock. So none may be missing.
     """
     from weft.backend.gloo import WeftGroup
-    from weft.backend.mpi import MpiGroup
 
     asked = (
         "all_gather_single_coalesced all_to_all_single allgather allreduce allreduce_coalesced "
@@ -587,9 +577,8 @@ def test_no_method_that_c_asks_for_is_left_to_torch():
         "allgather_into_tensor_coalesced alltoall_base reduce_scatter_tensor_coalesced "
         "allgather_coalesced gather_single recv_anysource"
     )
-    for kind in (WeftGroup, MpiGroup):
-        own = [each for each in kind.__mro__ if each.__module__.startswith("weft.")]
-        assert set(asked.split()) <= {name for each in own for name in vars(each)}
+    own = [each for each in WeftGroup.__mro__ if each.__module__.startswith("weft.")]
+    assert set(asked.split()) <= {name for each in own for name in vars(each)}
 
 
 WITHOUT_WEFT = """
@@ -608,7 +597,7 @@ for name in ("weft", "cpu:weft"):
 def test_torch_finds_the_backends_by_their_names():
     found = entry_points(group="torch.distributed.backends")
     mine = {each.name: each for each in found if each.value.startswith("weft")}
-    assert sorted(mine) == ["weft", "weft_mpi"]
+    assert sorted(mine) == ["weft"]
     assert all(each.load() is register for each in mine.values())
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         return  # torch 2.13 does not look for any
@@ -617,11 +606,3 @@ def test_torch_finds_the_backends_by_their_names():
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["weft.backend.gloo [0.0, 3.0, 0.0]"] * 2
     assert run.stderr == ""
-
-
-def test_mpi_serves_alone():
-    if _torch.backend_base() is None:
-        return  # torch 2.13 does not say that there are others
-    one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    with pytest.raises(weft.WeftError, match="rank 0: backend 'weft_mpi' takes no other beside"):
-        dist.init_process_group("cpu:weft_mpi,cuda:gloo", **one)

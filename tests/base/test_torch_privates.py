@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -203,31 +201,6 @@ def test_who_serves_a_device() -> None:
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     assert backend_of(group, torch.device("cpu")) is gloo
     assert backend_of(group, torch.device("meta")) is None
-
-
-ENDS_MEANWHILE = """
-import sys, threading
-import torch.distributed as dist
-from weft.base._torch import gloo_group
-
-store = dist.HashStore()
-
-def connect():
-    try:
-        gloo_group(store, 0, 2, 60.0, ["lo"])  # nobody else comes
-    except dist.DistStoreError as error:
-        print(error)
-
-threading.Thread(target=connect, daemon=True).start()
-store.wait(["0/0"])  # gloo has begun
-sys.exit(3)
-"""
-
-
-def test_a_process_may_end_while_gloo_connects(programs: Callable[..., Any]) -> None:
-    run = programs(ENDS_MEANWHILE, whole=True)
-    assert run.communicate() == ("wait timeout after 60000ms, keys: 0/1\n", "")
-    assert run.returncode == 3
 
 
 @pytest.mark.parametrize("missing", [(), ("_Options",), ("create_device",)])

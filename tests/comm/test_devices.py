@@ -109,17 +109,6 @@ def test_sums_have_the_bits_of_the_cpu_way(size, monkeypatch):
     same(run(size, sums, on="threads"), run(size, sums, on="device"))
 
 
-@pytest.mark.parametrize("name", CALLS)
-@spmd(3, on=("rounds",))
-def test_tensors_of_the_cpu_go_in_rounds_where_a_wire_of_their_own_carries_them(group, name):
-    for rows in (2, 30_000):
-        CALLS[name](group.size, rows)
-
-
-def test_sums_in_rounds_have_the_same_bits():
-    same(run(3, sums, on="threads"), run(3, sums, on="rounds"))
-
-
 def same(found, wanted):
     for one, other in zip(chain(*found), chain(*wanted), strict=True):
         assert torch.equal(as_bytes(one), as_bytes(other))

@@ -28,7 +28,6 @@ from weft.failure.verdict import Entered, Verdict
 class Wait:
     """A wait for one peer."""
 
-    wire_name = ""
     in_round = False
     opens = False
 
@@ -426,7 +425,7 @@ def test_a_wait_has_its_whole_time_however_late_it_begins(peers):
 
 
 def test_of_two_threads_that_wait_each_has_its_deadline(peers):
-    """As for messages of backend "weft_mpi": one wait that begins, or ends, hides no other."""
+    """One wait that begins, or ends, hides no other."""
     three = peers(1.0)
     began = time.monotonic()
     three.watch.begin(Wait(1))
@@ -704,21 +703,6 @@ def test_one_that_answered_and_then_left_is_not_to_blame_for_what_failed_before(
     watch.handle([News(2, line_of({"bye": RAISED}))], 0.0)
     watch.handle([], 0.0)
     assert found.result() is None
-
-
-def test_a_failed_wait_over_a_wire_of_ones_own_names_the_wire(peers):
-    three = peers()
-    wait = Wait(1)
-    wait.wire_name = "mine"
-    three.watch.begin(wait)
-    thread = threading.Thread(target=three.watch.explain, args=(1, "reset", wait))
-    thread.start()
-    for peer in (1, 2):
-        three.say(peer, here=place(7, "barrier"), to=three.hear(peer)["ask"])
-    thread.join(10.0)
-    three.watch.end()
-    text = "the link between rank 0 and rank 1 over wire 'mine' failed (reset)"
-    assert three.watch.verdict == Verdict(1, text)
 
 
 def test_what_a_rank_is_sure_of_is_the_verdict_though_it_does_not_wait(peers):

@@ -447,25 +447,3 @@ def test_judge(places, silent, leavers, culprit, text):
     verdict = judge(0, places, silent, leavers)
     assert verdict.culprit == culprit
     assert verdict.text.startswith(text), verdict.text
-
-
-@pytest.mark.parametrize(
-    "places",
-    [
-        {0: waits(1), 1: waits(0)},
-        {0: waits(1), 1: waits(0, 6)},
-        {0: waits(1), 1: outside(5, history=made((5, CALL)))},
-    ],
-)
-def test_a_wire_that_weft_does_not_have_is_named_where_messages_are_missing(places):
-    verdict = judge(0, places, set(), {}, wire="mine")
-    assert verdict.text.endswith(
-        "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message "
-        "(try it by weft.testing.check_wire)"
-    )
-    assert "wire" not in judge(0, places, set(), {}).text
-
-
-def test_a_wire_is_not_named_where_a_rank_makes_other_calls():
-    places = {0: waits(1), 1: waits(0, doing="barrier")}
-    assert "mine" not in judge(0, places, set(), {}, wire="mine").text

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -42,8 +43,7 @@ from weft.testing import processes, run, threads
 from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.threads import on_groups
 from weft.wire.interface import Features, WireFailed
-from weft.wire.of_devices import backend_for
-from weft.wire.staged import Staged
+from weft.wire.of_devices import backend_for, refusal
 from weft.wire.torch_rounds import TorchRounds, rounds_over
 
 CPU = torch.device("cpu")
@@ -157,17 +157,50 @@ def test_tensors_go_over_the_group_that_takes_them(monkeypatch, caplog):
     group.close()
 
 
-STAGED = [("cpu:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cuda"), ("cpu:gloo,cuda:nccl", "xpu")]
+NOBODY = [
+    ("cpu:gloo,cuda:gloo", "cuda", "gloo takes no cuda tensors: `cpu:gloo,cuda:nccl`, or `.cpu()`"),
+    ("cpu:weft", "xpu", "weft takes no xpu tensors: `cpu:gloo,xpu:xccl`, or `.cpu()`"),
+    (
+        "cpu:gloo,cuda:nccl",
+        "meta",
+        "cpu:gloo,cuda:nccl takes no meta tensors: `a backend for meta`, or `.cpu()`",
+    ),
+]
 
 
-@pytest.mark.parametrize(("config", "kind"), STAGED)
-def test_else_they_go_through_the_host_which_is_logged_once(monkeypatch, caplog, config, kind):
-    group = of_config(monkeypatch, config)
-    over = [group.on(torch.device(kind)) for _ in range(3)][-1]
-    assert isinstance(over.wire, Staged) and over.route == f"{kind} (staged through the host)"
-    through = "are copied through the host: the group's backends are"
-    assert caplog.messages == [f"rank 0: tensors on {kind} {through} {config}"]
-    group.close()
+@pytest.mark.parametrize(("config", "kind", "text"), NOBODY)
+def test_else_nobody_carries_them(monkeypatch, config, kind, text):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert refusal(threading.Thread(), torch.device(kind)) == f"this group's {text}"
+
+
+REFUSED_CALLS = [
+    lambda x, group: weft.sparse_all_reduce((torch.arange(3), x), group=group),
+    lambda x, group: weft.sparse_all_reduce([(torch.arange(3), x)] * 2, group=group),
+    lambda x, group: weft.all_reduce(x, group=group),
+    lambda x, group: weft.all_to_all([x] * group.size, group=group),
+    lambda x, group: weft.sync_params(torch.nn.ParameterList([x]), group=group),
+    lambda x, group: weft.nn.SumReduce(weft.Partition((group.size, 1), group=group), 0)(x),
+]
+
+
+def nobody_carries(group):
+    """Every call says so on all ranks, and the next one works."""
+    x = torch.ones(3, 2)
+    told = []
+    for refused_call in REFUSED_CALLS:
+        with as_device(), pytest.raises(weft.WeftError) as caught:
+            refused_call(x, group)
+        told.append(str(caught.value))
+        refused_call(x, group)
+    return told
+
+
+def test_a_tensor_that_nobody_carries_is_an_error_on_every_rank_and_the_next_call_works():
+    text = "these ranks have no process group that takes cpu tensors"
+    for rank, told in enumerate(run(3, nobody_carries, on="processes")):
+        for said in told:
+            assert re.match(f"rank [0{rank}]: {text}", said), said
 
 
 CARRIED = [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cuda:nccl", "cuda", "nccl")]
@@ -547,11 +580,14 @@ class InStreams:
 
     def __init__(self, rank, size):
         self.rank, self.size, self.device = rank, size, torch.device("cuda", 1)
-        self.features = Features(exact=True, lockstep=True, streams=True)
+        self.features = Features(lockstep=True, streams=True)
         self.ended, self.failed = threading.Event(), None
 
     def post(self, sends=(), recvs=(), channel=0):
         return self
+
+    def drop(self):
+        pass
 
     def wait_stream(self):
         assert self.ended.wait(patient(60.0))
@@ -742,7 +778,7 @@ def mixed(group):
 def test_ranks_whose_rows_are_elsewhere_are_told_alike():
     first, *others = run(3, mixed, on="processes")
     assert others == [first] * 2
-    assert "device" in first and "cpu (staged through the host)" in first
+    assert "rank 0: these ranks have no process group that takes cpu tensors" in first
 
 
 # how often a host waits, and what needs a GPU
@@ -794,9 +830,8 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
         rounds = rounds_over(lambda: meeting, group.rank, 3, ids.device)
         group.session.carry_device(rounds, "threads")
         coo = torch.sparse_coo_tensor(ids[None], values, (900, 8), check_invariants=False)
-        out = torch.empty_like(ids).repeat(3), values.repeat(3, 1)
         rows, half = weft.Rows(ids, values, 900), weft.Rows(ids, values.bfloat16(), 900)
-        calls = [((ids, values), {}), (coo, {"op": "avg"}), (rows, {"op": "prod", "out": out})]
+        calls = [((ids, values), {}), (coo, {"op": "avg"}), (rows, {"op": "prod"})]
         calls += [(half, {"op": "max"}), (rows, {"wire_dtype": torch.bfloat16})]
         listener = rows if group.rank == 1 else None
         table = torch.nn.Embedding(900, 8, sparse=True, device=on)
@@ -838,22 +873,6 @@ def test_a_host_waits_twice_in_a_call(monkeypatch, on):
     assert counts == [listens, wanted, listens]
     waits = [text for each in said if "called a synchronizing" in (text := str(each.message))]
     assert len(waits) == (len(reads) if on == "cuda" else 0), waits
-
-
-def summed(group, on):
-    """Whether results on a device are those on the CPU; and their bits."""
-    ids, values = some(group.rank, on)
-    expected = weft.sparse_all_reduce((ids.cpu(), values.cpu()), group=group)
-    with as_device() if on == "cpu" else contextlib.nullcontext():
-        for name in ["auto", *NAMES] * 2:
-            found = weft.sparse_all_reduce((ids, values), group=group, algorithm=name)
-            assert {each.device.type for each in found} == {on}
-            assert all(map(torch.equal, (each.cpu() for each in found), expected))
-
-
-@ON
-def test_results_through_the_host_are_those_of_the_cpu(on):
-    run(SIZE, summed, on, on="processes")
 
 
 def one_rank():

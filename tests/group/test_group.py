@@ -11,17 +11,17 @@ from weft.bootstrap.outcome import results
 from weft.schedules import fast_all_reduce
 from weft.testing import spmd, threads
 from weft.testing.threads import on_groups
-from weft.wire import Features
+from weft.wire.interface import Features
 
 CPU = torch.device("cpu")
 
 
-@spmd(1, 3, on=("threads", "processes", "torch"))
+@spmd(1, 3)
 def test_what_a_group_is(group):
     assert (group.session.rank, group.session.size) == (group.rank, group.size)
-    assert group.device == CPU and group.route == "cpu" and group.epoch == 0
+    assert group.device == CPU and group.route == "cpu"
     assert len(group.hosts) == group.size and group.hosts.count(group.hosts[0]) == group.size
-    assert not group.features.lockstep and not group.features.exact
+    assert not group.features.lockstep
     assert group.on(CPU) is group  # which carries them itself
     assert group.on(CPU, [group.rank]) is group
 
@@ -39,7 +39,7 @@ def test_a_group_for_a_device_is_made_once(group):
     assert over.all_gather_bytes(bytes([group.rank]), ord) == [0, 1, 2]
 
 
-@spmd(4, on=("rounds",))
+@spmd(4, on=("device",))
 def test_what_the_same_ranks_post_lies_in_the_same_rounds(group):
     """Whichever view it is posted on, also while a post on another one is under way."""
     if group.rank == 3:
@@ -74,6 +74,9 @@ class Summing:
     def __getattr__(self, name):
         return getattr(self.below, name)
 
+    def drop(self):
+        pass
+
 
 REMEDY = "call weft.schedules.fast_all_reduce, which reduces in posts where the wire does not"
 
@@ -84,20 +87,20 @@ def refusal(group, dtype):
     return str(caught.value)
 
 
-@spmd(3, on=("threads",))
+@spmd(3, on=("device",))
 def test_a_wire_that_reduces_does_so_over_all_of_its_ranks_alone(group):
-    """An error says the same on every rank: which wire, what it reduces, and what else to call."""
-    group.session.carry_payloads(Summing(group.wire), "sums", "sums")
+    """An error says the same on every rank: what carries tensors, what it sums, and the remedy."""
+    group.session.carry_device(Summing(group.wire), "sums")
     assert group.on(CPU).features.reduces and group.subset([2, 0, 1]).on(CPU).features.reduces
     assert refusal(group.on(CPU), torch.float64) == (
-        "wire 'sums' reduces no sum of torch.float64 by itself among these ranks (what it reduces: "
+        "cpu (sums) reduces no sum of torch.float64 by itself among these ranks (what it reduces: "
         f"sum of torch.float32): {REMEDY}"
     )
     if group.rank != 1:
         part = group.subset([2, 0]).on(CPU)
         assert part.wire is group.on(CPU).wire and not part.features.reduces
         assert refusal(part, torch.float32) == (
-            "wire 'sums' reduces no sum of torch.float32 by itself among these ranks (what it "
+            "cpu (sums) reduces no sum of torch.float32 by itself among these ranks (what it "
             f"reduces: nothing): {REMEDY}"
         )
         total = torch.full((3,), float(group.rank))

@@ -32,13 +32,12 @@ from weft import WeftError, WireError
 from weft.base.pace import patient
 from weft.failure import control
 from weft.failure.detector import Detector
-from weft.group import process_group
+from weft.group import joining, process_group
 from weft.group.joining import connect
 from weft.group.process_group import of, of_group
 from weft.schedules import dense_all_reduce
 from weft.testing import processes, run, spmd
 from weft.testing.pace import START
-from weft.wire.registry import register_wire, unregister_wire
 
 on_processes = functools.partial(run, on="processes")
 
@@ -320,30 +319,27 @@ def test_who_did_not_join_is_named():
     assert time.monotonic() - began < patient(5.0)
 
 
-def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining():
+def test_a_wait_for_a_late_rank_counts_against_the_timeout_of_joining(monkeypatch):
     left = {}
 
     def make(start):
         left[start.rank] = start.timeout
         raise RuntimeError("it is enough to know that")
 
-    def joining(rank):
-        with pytest.raises(WeftError, match="it is enough"):
-            connect(store, rank, 2, 60.0, wire="late")
+    def joined(rank):
+        with pytest.raises(RuntimeError, match="it is enough"):
+            connect(store, rank, 2, 60.0)
 
     store = dist.HashStore()
-    register_wire("late", make)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(joining, 0)
-            while not store.num_keys() and not first.done():  # its time has begun before
-                time.sleep(0.01)
-            time.sleep(1.0)
-            second = pool.submit(joining, 1)
-            first.result()
-            second.result()
-    finally:
-        unregister_wire("late")
+    monkeypatch.setattr(joining, "make", make)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(joined, 0)
+        while not store.num_keys() and not first.done():  # its time has begun before
+            time.sleep(0.01)
+        time.sleep(1.0)
+        second = pool.submit(joined, 1)
+        first.result()
+        second.result()
     assert left[0] <= 59.5
 
 
@@ -370,15 +366,15 @@ def test_who_did_not_say_where_it_listens_is_named():
     assert caught.value.culprit == 1
 
 
-def test_ranks_that_ask_for_different_wires_are_told_though_one_has_died_since(monkeypatch):
+def test_a_rank_in_trouble_is_told_of_though_another_has_died_since(monkeypatch):
     """The others wait for a moment until all have read why there is no group."""
     monkeypatch.setattr(control, "PATIENCE", 0.2)
     store = dist.HashStore()
-    other = {"wire": "torch", "host": "there", "carrier": "torch", "trouble": "", "endpoint": {}}
+    other = {"host": "there", "trouble": "it cannot listen", "endpoint": {}}
     store.set("weft/x/1/statement/1", json.dumps(other))
     store.add("weft/x/1/statement/count", 1)
-    with pytest.raises(WeftError, match="rank 0 was asked for wire 'tcp', and rank 1 for 'torch'"):
-        connect(store, 0, 2, 60.0, name="x", wire="tcp")
+    with pytest.raises(WeftError, match="rank 1: it cannot listen"):
+        connect(store, 0, 2, 60.0, name="x")
 
 
 def test_a_shorter_timeout_counts_from_the_next_wait_on():
@@ -412,7 +408,7 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
     until = time.monotonic() + 20.0
     while groups[0].wire.failure() is None:
         assert time.monotonic() < until
-        pending.is_through()  # which reads what comes, and does not wait
+        pending.pending.done()  # which reads what comes, and does not wait
         time.sleep(0.01)
     with pytest.raises(WireError, match="rank 1 sent a frame of kind") as caught:
         groups[2].post((), [(0, 8)]).wait()
@@ -695,9 +691,8 @@ def test_a_signal_that_is_handled_breaks_nothing():
     processes(2, in_main_thread, handled)
 
 
-@pytest.mark.parametrize("wire", ["tcp", "torch"])
-def test_a_signal_whose_handler_raises_is_told_to_all(wire):
-    processes(2, in_main_thread, raised, env={"WEFT_WIRE": wire})
+def test_a_signal_whose_handler_raises_is_told_to_all():
+    processes(2, in_main_thread, raised)
 
 
 # closing

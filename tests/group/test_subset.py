@@ -263,7 +263,7 @@ def test_messages_outside_of_calls_do_not_meet_those_of_another_group(count):
     assert run(3, program) == [[{333.0}, {22.0}], [{333.0}, {22.0}], [{333.0}]]
 
 
-@spmd(3, on=("threads", "rounds"))
+@spmd(3, on=("threads", "device"))
 def test_the_same_ranks_are_the_same_group(group):
     part = group.subset([2, 0, 1])
     assert part is group.subset((2, 0, 1))

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import weft
+from weft.base.devices import as_device
 from weft.base.pace import patient
-from weft.testing import processes, round_wire
+from weft.group import joining
+from weft.testing import processes
 from weft.testing.checked_rounds import CheckedRounds
-from weft.wire import Failure, Features, WireFailed, register_wire
+from weft.wire.interface import Failure, WireFailed
 from weft.wire.tcp import wire as tcp
 
 BAD = 1
 """The rank whose wire does something wrong."""
 
-HOW = "(try it by weft.testing.check_wire)"
-LOST = (
-    "the link is too slow, the ranks disagree on what to send, or wire 'mine' lost a message " + HOW
-)
+LOST = "the link is too slow, or the ranks disagree on what to send"
 
 
 class Mine:
-    """A wire of a program's own: TCP, until something is wrong with it.
+    """A wire: TCP, until something is wrong with it.
 
     Attributes:
         fault: what is wrong; "": nothing.
@@ -58,8 +55,6 @@ class Mine:
         return pending
 
     def lease(self, nbytes):
-        if self.fault == "raises in lease":
-            raise KeyError("no such memory")
         return None
 
 
@@ -101,6 +96,15 @@ def make(start):
     return Mine(tcp.make(start))
 
 
+def init_over(make_wire):
+    """`weft.init` of a process whose wire this makes."""
+    joining.make = make_wire
+    try:
+        return weft.init(timeout=60)
+    finally:
+        joining.make = tcp.make
+
+
 def the_next_works():
     """A group that is made after another has failed."""
     with weft.init(timeout=60):
@@ -112,16 +116,14 @@ def after_faults(*faults):
 
     A fault is what is wrong, and on which ranks.
     """
-    register_wire("mine", make)
     told = []
     for fault, ranks in faults:
-        group = weft.init(timeout=60, wire="mine")
+        group = init_over(make)
         with pytest.raises(weft.WireError) as caught:
             weft.all_reduce(torch.ones(3))  # some may be in it still when others hear of the fault
             group.set_timeout(patient(1.0))
             if group.rank in ranks:
                 group.wire.fault = fault
-            group.lease(8).release()
             for _ in range(3):
                 weft.all_reduce(torch.ones(3))
         with pytest.raises(weft.WireError) as again:
@@ -134,7 +136,7 @@ def after_faults(*faults):
     return told
 
 
-RAISES = "raised KeyError: 'no such"
+RAISES = "rank 1: its wire raised KeyError: 'no such message'"
 FAULTS = [  # what is wrong, on which ranks, who is to blame, what all say, what that rank caught
     (
         "sends nothing",
@@ -152,36 +154,33 @@ FAULTS = [  # what is wrong, on which ranks, who is to blame, what all say, what
         f"all answer: {LOST}",
         "None",
     ),
-    ("breaks", [BAD], BAD, f"rank 1: wire 'mine' failed: there is no memory left {HOW}", "None"),
+    ("breaks", [BAD], BAD, "rank 1: there is no memory left", "None"),
     (
         "raises in post",
         [BAD],
         BAD,
-        f"rank 1: wire 'mine' raised ValueError: there is no queue left {HOW}",
+        "rank 1: its wire raised ValueError: there is no queue left",
         "ValueError",
     ),
-    ("raises in wait", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} message' {HOW}", "KeyError"),
-    ("raises in lease", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} memory' {HOW}", "KeyError"),
-    ("raises in release", [BAD], BAD, f"rank 1: wire 'mine' {RAISES} message' {HOW}", "KeyError"),
+    ("raises in wait", [BAD], BAD, RAISES, "KeyError"),
+    ("raises in release", [BAD], BAD, RAISES, "KeyError"),
 ]
 
 
-def test_what_a_wire_of_ones_own_does_wrong_is_told_alike_by_all():
+def test_what_a_wire_does_wrong_is_told_alike_by_all():
     results = processes(3, after_faults, *(fault[:2] for fault in FAULTS))
     for rank, told in enumerate(results):
         for (said, blamed, cause), fault in zip(told, FAULTS, strict=True):
             *_, culprit, text, raised = fault
             assert said.startswith(f"rank {rank}: {text}"), said
             assert said.endswith("; start the group again"), said
-            assert HOW in said
             assert blamed == culprit
             assert cause.startswith(raised if rank == BAD else "None"), cause
 
 
 def after_calls_of_some():
     """Two of three ranks make a call of their own, and then nothing comes to anybody."""
-    register_wire("mine", make)
-    group = weft.init(timeout=60, wire="mine")
+    group = init_over(make)
     weft.all_reduce(torch.ones(3))
     if group.rank < 2:
         weft.barrier(group=group.subset([0, 1]))
@@ -208,31 +207,29 @@ def test_calls_of_some_ranks_are_no_other_calls():
 def lost_in_a_round():
     """What ranks 0 and 1 send each other in a round is lost; rank 2 has all that it needs."""
     lost = []
+    group = weft.init(timeout=60)
+    apart = weft.Group(group.session).split([0, 1, 2])  # its wire is that of the rounds
+    below = apart.wire
+    post = below.post
 
-    def make_lossy(start):
-        below = tcp.make(start)
-        post = below.post
+    def without_lost(sends=(), recvs=(), channel=0):
+        kept = []
+        for peer, tensor in sends:
+            if not (lost and tensor.nbytes > 9999 and peer == 1 - group.rank):
+                kept.append((peer, tensor))
+        return post(kept, recvs, channel)
 
-        def without_lost(sends=(), recvs=(), channel=0):
-            kept = []
-            for peer, tensor in sends:
-                if not (lost and tensor.nbytes > 9999 and peer == 1 - start.rank):
-                    kept.append((peer, tensor))
-            return post(kept, recvs, channel)
-
-        below.post = without_lost
-        return CheckedRounds(below)
-
-    register_wire("lossy", make_lossy)
-    group = weft.init(timeout=60, wire="lossy")
-    long = [torch.ones(9999)] * 3
-    weft.all_to_all(long)
-    group.set_timeout(patient(1.0))
-    if group.rank < 2:
-        lost.append(True)
-    with pytest.raises(weft.WireError) as caught:
+    below.post = without_lost
+    with as_device():
+        group.session.carry_device(CheckedRounds(below), "checked")
+        long = [torch.ones(9999)] * 3
         weft.all_to_all(long)
-        weft.barrier()
+        group.set_timeout(patient(1.0))
+        if group.rank < 2:
+            lost.append(True)
+        with pytest.raises(weft.WireError) as caught:
+            weft.all_to_all(long)
+            weft.barrier()
     weft.shutdown()
     return str(caught.value), caught.value.culprit, the_next_works()
 
@@ -249,32 +246,6 @@ def test_who_is_past_a_round_is_not_blamed_for_what_others_have_lost():
         assert total == 3.0
 
 
-def make_with_other_features(start):
-    wire = make(start)
-    if start.rank == BAD:
-        wire.features = Features(exact=True)
-    return wire
-
-
-def refused():
-    register_wire("mine", make_with_other_features)
-    with pytest.raises(weft.WeftError) as caught:
-        weft.init(timeout=60, wire="mine")
-    return str(caught.value), the_next_works()
-
-
-def test_other_features_on_one_rank_are_refused_by_all():
-    for said, total in processes(3, refused):
-        assert said.startswith(
-            "wire 'mine' cannot be used: on rank 1 its features have exact True, on rank 0 False"
-        )
-        assert said.endswith(
-            "; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE; there are "
-            "mine, mpi, tcp, torch"
-        )
-        assert total == 3.0
-
-
 LENGTHS = [  # bytes of a message, those of its receive, and whether that is by size
     (48, 8, True),
     (48, 40, False),
@@ -282,28 +253,16 @@ LENGTHS = [  # bytes of a message, those of its receive, and whether that is by 
     (1_200_000, 800_000, False),  # more than is sent unasked
     (800_000, 1_200_000, False),
 ]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "wire_streams"
 FITS = "rank 0 sent {} bytes for a receive of "
-HOW_TOLD = {  # what begins the error, where the receive is a tensor, and where it is by size
-    "tcp": (f"{FITS}exactly {{}}", f"{FITS}{{}}"),
-    "torch": (f"{FITS}exactly {{}}", f"{FITS}{{}}"),
-    "streams": ("rank 0 sent {} bytes to a receive of {}",) * 2,
-    "rounds": ("in a round rank 0 sends rank 1 {} bytes, which awaits {}",) * 2,
-}
+HOW_TOLD = (f"{FITS}exactly {{}}", f"{FITS}{{}}")
+"""What begins the error, where the receive is a tensor, and where it is by size."""
 
 
-def lengths_differ(wire):
+def lengths_differ():
     """Rank 0 sends rank 1 messages of other lengths than it receives; each time all init again."""
-    if wire == "streams":
-        sys.path.insert(0, str(EXAMPLE))
-        from weft_streams import make_wire
-
-        register_wire(wire, make_wire)
-    if wire == "rounds":
-        register_wire(wire, round_wire)
     told = []
     for sent, awaited, is_sized in LENGTHS:
-        group = weft.init(timeout=60, wire=wire)
+        group = weft.init(timeout=60)
         message = torch.ones(sent, dtype=torch.uint8)
         place = awaited if is_sized else torch.ones(awaited, dtype=torch.uint8)
         sends = [(1, message)] if group.rank == 0 else []
@@ -320,17 +279,12 @@ def lengths_differ(wire):
     return told, the_next_works()
 
 
-@pytest.mark.parametrize(
-    ("wire", "safe"),
-    [("tcp", "0"), ("torch", "0"), ("streams", "1"), ("rounds", "0"), ("rounds", "1")],
-)
-def test_a_message_of_another_length_is_told_alike_by_all(wire, safe):
-    """With WEFT_SAFE=1 control links are carried by gloo."""
-    results = processes(3, lengths_differ, wire, env={"WEFT_SAFE": safe})
+def test_a_message_of_another_length_is_told_alike_by_all():
+    results = processes(3, lengths_differ)
     for rank, (told, total) in enumerate(results):
         assert total == 3.0
         for (said, culprit), (sent, awaited, is_sized) in zip(told, LENGTHS, strict=True):
-            text = HOW_TOLD[wire][is_sized].format(sent, awaited)
+            text = HOW_TOLD[is_sized].format(sent, awaited)
             assert said.startswith(f"rank {rank}: {text}"), said
             assert "ranks must run the same program and version, and post the same lengths" in said
             assert said.endswith("; start the group again"), said

@@ -16,37 +16,24 @@ from weft.wire.interface import Failure
 
 ALIKE = "(all ranks must run the same program and version, and post the same lengths to each other)"
 GARBLED = Failure("garbled", 2, "rank 2 sent no frame")
-HOW = "(try it by weft.testing.check_wire)"
 
 
 @pytest.mark.parametrize(
-    ("failure", "name", "verdict"),
+    ("failure", "verdict"),
     [
-        (GARBLED, "", Verdict(2, f"rank 2 sent no frame {ALIKE}")),
-        (GARBLED, "mine", Verdict(2, f"rank 2 sent no frame {ALIKE}")),
-        (Failure("stuck", None, "all wait"), "", Verdict(None, "all wait")),
-        (Failure("broken", 0, "no memory"), "", Verdict(1, "rank 1: no memory")),
-        (
-            Failure("broken", None, "no memory"),
-            "mine",
-            Verdict(1, f"rank 1: wire 'mine' failed: no memory {HOW}"),
-        ),
+        (GARBLED, Verdict(2, f"rank 2 sent no frame {ALIKE}")),
+        (Failure("stuck", None, "all wait"), Verdict(None, "all wait")),
+        (Failure("broken", 0, "no memory"), Verdict(1, "rank 1: no memory")),
     ],
 )
-def test_what_a_wire_is_sure_of_is_a_verdict(failure, name, verdict):
-    assert verdict_on(failure, 1, name) == verdict
+def test_what_a_wire_is_sure_of_is_a_verdict(failure, verdict):
+    assert verdict_on(failure, 1) == verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("", "rank 1: its wire raised KeyError: 'no such device'"),
-        ("mine", f"rank 1: wire 'mine' raised KeyError: 'no such device' {HOW}"),
-    ],
-)
-def test_what_a_wire_raises_is_a_verdict(name, text):
-    assert verdict_on_exception(KeyError("no such device"), 1, name) == Verdict(1, text)
-    long = verdict_on_exception(ValueError("two\n  lines " + 1000 * "x"), 1, name)
+def test_what_a_wire_raises_is_a_verdict():
+    text = "rank 1: its wire raised KeyError: 'no such device'"
+    assert verdict_on_exception(KeyError("no such device"), 1) == Verdict(1, text)
+    long = verdict_on_exception(ValueError("two\n  lines " + 1000 * "x"), 1)
     assert "ValueError: two lines xxx" in long.text and len(long.text) < 700
 
 
@@ -75,10 +62,9 @@ class Mute(Faulty):
 
 
 def test_a_wire_that_raises_when_it_is_asked_is_to_blame():
-    wires = Wires(1)
-    wires.add(Faulty(), "")
-    wires.add(Mute(), "mine")
-    assert wires.find_fault() == verdict_on_exception(KeyError("no such device"), 1, "mine")
+    wires = Wires(1, Faulty())
+    wires.add(Mute())
+    assert wires.find_fault() == verdict_on_exception(KeyError("no such device"), 1)
 
 
 def test_an_abort_reaches_all_wires_though_a_handler_of_the_log_raises(monkeypatch):
@@ -86,20 +72,19 @@ def test_an_abort_reaches_all_wires_though_a_handler_of_the_log_raises(monkeypat
         raise OSError("no space left on device")
 
     monkeypatch.setattr(logging.getLogger("weft"), "error", handler)
-    wires = Wires(1)
+    wires = Wires(1, Faulty(raises=True))
     last = Faulty()
-    wires.add(Faulty(raises=True), "")
-    wires.add(last, "")
+    wires.add(last)
     with pytest.raises(OSError, match="no space"):
         wires.abort(Verdict(0, "rank 0 died"))
     assert len(last.aborts) == 1
 
 
 def test_an_abort_reaches_all_wires_though_one_raises(caplog):
-    wires = Wires(1)
     kinds = [Faulty(), Faulty(raises=True), Faulty()]
-    for each in kinds:
-        wires.add(each, "")
+    wires = Wires(1, kinds[0])
+    for each in kinds[1:]:
+        wires.add(each)
     with caplog.at_level(logging.ERROR, "weft"):
         wires.abort(Verdict(2, "rank 2 died"))
     aborted = [Failure("aborted", 2, "rank 2 died")]
@@ -118,9 +103,8 @@ def test_an_abort_reaches_all_wires_though_one_raises(caplog):
     ],
 )
 def test_what_a_wire_has_seen_while_nobody_used_it_is_found(failure, verdict):
-    wires = Wires(1)
-    wires.add(Faulty(), "mine")
-    wires.add(Faulty(failure), "")
+    wires = Wires(1, Faulty())
+    wires.add(Faulty(failure))
     assert wires.find_fault() == verdict
 
 
@@ -170,23 +154,31 @@ def test_what_is_no_exception_is_of_a_signal():
     assert not is_of_a_signal(ValueError())
 
 
-def test_they_are_closed_the_last_one_first_also_where_one_raises():
-    closed = []
+class Closing(Faulty):
+    """A wire that notes its end."""
 
-    def close(number):
-        closed.append(number)
-        if number == 1:
+    def __init__(self, number, noted):
+        super().__init__()
+        self.number = number
+        self.noted = noted
+
+    def close(self, how="close"):
+        self.noted.append((how, self.number))
+        if self.number == 2:
             raise KeyError("no such device")
 
-    wires = Wires(0)
-    for number in range(6):
-        wire = Faulty()
-        wire.close = functools.partial(close, number)
-        wires.add(wire, "", of_device=number > 2)
-    with pytest.raises(KeyError, match="no such device"):
-        wires.close_those_of_hosts()
-    assert closed == [2, 1, 0]
-    wires.close_those_of_devices()
-    assert closed == [2, 1, 0, 5, 4, 3]
-    wires.drop_those_of_devices()  # those that wait for no device have nothing else to do
-    assert closed == [2, 1, 0, *[5, 4, 3] * 2]
+    def drop(self):
+        self.close("drop")
+
+
+def test_those_of_devices_are_closed_or_dropped_also_where_one_raises():
+    noted = []
+    wires = Wires(0, Closing(0, noted))
+    for number in (1, 2, 3):
+        wires.add(Closing(number, noted))
+    wires.close_that_of_the_host()
+    for end in (wires.close_those_of_devices, wires.drop_those_of_devices):
+        with pytest.raises(KeyError, match="no such device"):
+            end()
+    ended = [(how, number) for how in ("close", "drop") for number in (3, 2, 1)]
+    assert noted == [("close", 0), *ended]

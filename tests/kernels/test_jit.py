@@ -83,7 +83,6 @@ def program(code, given):
         ("sys.modules['llvmlite'] = None", {}, "ModuleNotFoundError: import of llvmlite halted"),
         ("jit.compiled_kernels = lambda: 1 / 0", {}, "ZeroDivisionError: division by zero"),
         ("", {"WEFT_KERNELS": "reference"}, "WEFT_KERNELS=reference"),
-        ("", {"WEFT_SAFE": "1"}, "WEFT_SAFE=1"),
     ],
 )
 def test_without_machine_code_the_reference_serves(tmp_path, before, env, reason):

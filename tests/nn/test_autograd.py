@@ -22,7 +22,7 @@ def data(group, *shape, dtype=torch.float64, requires_grad=False):
     return torch.randn(*shape, generator=generator, dtype=dtype, requires_grad=requires_grad)
 
 
-@spmd(3, on=(*THREADS, "processes", "torch"))
+@spmd(3, on=(*THREADS, "processes"))
 def test_one_rank_needs_a_gradient_and_all_take_part(group):
     layer = nn.AllGather(weft.Partition(3), 0)
     x = data(group, 2, requires_grad=group.rank == 1)

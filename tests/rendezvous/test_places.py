@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -241,17 +242,12 @@ def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
 
     said: list[str] = []
 
-    class World:
-        size = 2
+    def broadcast(world: SimpleNamespace, text: str, timeout: float) -> str:
+        said.append(text)
+        return said[0]
 
-        def __init__(self) -> None:
-            self.rank = len(said)
-
-        def broadcast(self, text: str, timeout: float) -> str:
-            said.append(text)
-            return said[0]
-
-    monkeypatch.setattr(mpi, "start_mpi", lambda timeout: World())
+    monkeypatch.setattr(mpi, "world", lambda: SimpleNamespace(rank=len(said), size=2))
+    monkeypatch.setattr(mpi, "broadcast", broadcast)
     monkeypatch.setenv("WEFT_INTERFACE", "nothing7")
     host, guest = (Mpi().open(launch, soon(5)) for launch in (ZERO, ONE))
     host.store.set("there", "yes")

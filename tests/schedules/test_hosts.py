@@ -32,7 +32,7 @@ def test_ranks_of_one_machine_are_on_one_host(group):
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 0), (0, 1, 2)])
-@spmd(3, on=("processes", "torch"))
+@spmd(3, on=("processes",))
 def test_the_environment_names_a_host(group, hosts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_HOST", str(hosts[group.rank]))

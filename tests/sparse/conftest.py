@@ -1,4 +1,4 @@
-"""Which tests go the way of tensors on an accelerator, too, and which go in rounds."""
+"""Which tests go the way of tensors on an accelerator, too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 from weft.sparse import ALGORITHMS, Sizes
 from weft.sparse.choose import serves as can_serve
 
-_SIZES = Sizes(2, 8, 4, 4, 9, 4, 4)
-_OF = {"device": _SIZES.but(staying=True), "rounds": _SIZES.but(lengths_known=True)}
-_IN_ROUNDS = 3  # ranks of groups whose tensors of the CPU go in rounds
+_OF_DEVICE = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True)
 _MOST = 4  # ranks; these files, and tests of holders, have 7, too
 _SEVEN = ("test_family", "test_tables")
 _HERE = Path(__file__).parent
@@ -25,13 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return True
         given = getattr(item, "callspec", None)
         on, size = given.params.get("world", ("", 0)) if given else ("", 0)
-        if on not in _OF:
+        if on != "device":
             return True
-        if on == "rounds" and size != _IN_ROUNDS:
-            return False
         names = [given.params.get(each, "auto") for each in ("name", "algorithm")]
         most = 7 if item.path.stem in _SEVEN or "holders" in names else _MOST
         asked = [name for name in names if name in ALGORITHMS]
-        return size <= most and all(can_serve(_OF[on], name) for name in asked)
+        return size <= most and all(can_serve(_OF_DEVICE, name) for name in asked)
 
     items[:] = filter(serves, items)

@@ -22,15 +22,15 @@ from weft.group.channels import LISTS, SUMS, VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.sparse.rate import set_rate
-from weft.testing import expected, run, spmd
+from weft.testing import expected, processes, run, spmd
 from weft.testing.cases import in_case, on_hosts
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 SLOW = 15  # the rate of a link on which lists are packed, and chunks are short
 PLAIN = ("doubling",)  # it sends indices as they are
 SIZES = (1, 2, 3, 4, 7, 8)
-THREADS = ("threads", "device", "rounds")
-EVERYWHERE = (*THREADS, "processes", "torch")
+THREADS = ("threads", "device")
+EVERYWHERE = (*THREADS, "processes")
 LOCK = threading.Lock()
 
 # Setting up a world takes longer than a call on so little data. So each of these tests makes all
@@ -116,13 +116,13 @@ def test_equals_the_definition(group, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(1, 3, 8, on=("device", "rounds"))
+@spmd(1, 3, 8, on=("device",))
 def test_equals_the_definition_on_an_accelerator(group, name):
     equals_the_definition(group, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4, on=("processes", "torch"))
+@spmd(4, on=("processes",))
 def test_equals_the_definition_between_processes(group, name):
     equals_the_definition(group, name)
 
@@ -139,8 +139,9 @@ def equals_the_definition(group, name):
             same_everywhere(group, total)
 
 
-def over_a_group(group):
-    with as_device():
+def over_a_group():
+    with weft.init(timeout=90) as group, as_device():
+        assert group.on(torch.device("cpu")).route == "cpu (gloo)"
         for name, kind in product(["auto", "gather", "split", "holders"], KINDS):
             with in_case(name, kind):
                 parts, want = world(group.size, kind)
@@ -156,7 +157,7 @@ def over_a_group(group):
 
 
 def test_tensors_of_an_accelerator_go_over_the_group():
-    run(4, over_a_group, on="torch")
+    processes(4, over_a_group)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -275,7 +276,7 @@ def test_every_op_of_every_dtype(group, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("device", "rounds"))  # no power of two: rows are combined as partial sums, too
+@spmd(3, on=("device",))  # no power of two: rows are combined as partial sums, too
 def test_every_op_and_every_dtype(group, name):
     ops_and_dtypes(group, name, EACH_ONCE)
 
@@ -334,7 +335,7 @@ def test_real_numbers_add_in_rank_order(group, name):
     same_everywhere(group, total)
 
 
-@spmd(3, 7, on=("threads", "processes", "torch"))
+@spmd(3, 7)
 def test_doubling_gives_real_numbers_the_same_bits_everywhere(group):
     rows = rows_of(group.rank, "real")
     first = weft.sparse_all_reduce(rows, algorithm="doubling")

@@ -141,7 +141,7 @@ WRONG = {
 }
 
 
-@spmd(2, 3, on=("threads", "device", "processes", "torch"))
+@spmd(2, 3, on=("threads", "device", "processes"))
 def test_one_rank_errs_and_all_are_told(group):
     """Of each error in turn, in one group: so all calls after an error work, too."""
     culprit = group.size - 1
@@ -182,7 +182,7 @@ def alike(group, text):
 @pytest.mark.parametrize(
     ("algorithm", "count"), [("gather", 3), ("split", 9000), ("doubling", 9000)]
 )
-@spmd(1, 4, on=("threads", "device", "processes", "torch"))
+@spmd(1, 4, on=("threads", "device", "processes"))
 def test_a_function_that_raises(group, count, algorithm):
     rows = weft.Rows(torch.arange(count), torch.ones(count, 4), count)
 
@@ -203,7 +203,7 @@ def test_a_function_that_raises(group, count, algorithm):
     )
 
 
-@spmd(3, on=("threads", "device", "processes", "torch"))
+@spmd(3, on=("threads", "device", "processes"))
 def test_different_calls_are_told_apart(group):
     if group.rank == 1:  # this rank has already made one call more: it explained, then reduces
         with pytest.raises(weft.WeftError, match=r"different calls.*explain"):

@@ -67,19 +67,11 @@ def test_a_line_whose_algorithm_cannot_serve_is_passed_over(case):
     assert first_served(sizes, lines(sizes)).algorithm == runs
 
 
-@pytest.mark.parametrize("case", [*LINES, *PASSED_OVER])
-def test_the_same_runs_where_lengths_are_known_beforehand(case):
-    """Also where it then needs more workspace."""
-    sizes, *_ = (LINES | PASSED_OVER)[case]
-    known = sizes.but(lengths_known=True, chunk=1 << 48)
-    assert first_served(known, lines(known)) == first_served(sizes, lines(sizes))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"in_order": True},
-        {"staying": True, "lengths_known": True},
+        {"staying": True},
         {"most": 10**6, "fewest": 0, "total": 10**9},  # more than may be leased
     ],
 )
@@ -91,7 +83,7 @@ def test_split_always_serves(changes):
 
 def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
     fitting = of(rows=527)  # 80 bytes, 527 rows with indices of 8 bytes, and 16: in 136 KiB
-    for wire in ({}, {"lengths_known": True}, {"chunk": 1 << 16, "gaps": True}):
+    for wire in ({}, {"chunk": 1 << 16, "gaps": True}):
         assert is_eager(fitting.but(**wire), 8)
         assert not is_eager(fitting.but(most=528, **wire), 8)
         assert not is_eager(of(17, rows=1).but(**wire), 8)  # statements of more are combined

@@ -20,8 +20,8 @@ from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case, on_hosts
 
 SIZES = (1, 2, 3, 7)
-THREADS = ("threads", "device", "rounds")
-EVERYWHERE = (*THREADS, "processes", "torch")
+THREADS = ("threads", "device")
+EVERYWHERE = (*THREADS, "processes")
 LOCK = threading.Lock()
 
 

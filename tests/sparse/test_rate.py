@@ -11,7 +11,6 @@ from weft.sparse import Sizes
 from weft.sparse.rate import GUESS, fitted, learn, rate_of, set_rate, stated, suited
 from weft.testing import run, threads
 from weft.testing.cases import on_hosts
-from weft.wire import Features
 
 SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, places=10**6, hosts=Hosts((0, 1)))
 
@@ -26,8 +25,6 @@ def group(monkeypatch):
 
 def test_before_a_call_the_rate_is_a_guess(group, monkeypatch):
     assert stated(group) == GUESS
-    monkeypatch.setattr(group, "features", Features(between=1.25e9))
-    assert stated(group) == rate_of(1.25e9) == 20
     monkeypatch.setenv("WEFT_LINK", "1")
     assert stated(group) == rate_of(1.25e8) == 16
 
@@ -107,11 +104,9 @@ def test_within_a_host_they_do_not(ranks, chunk):
         assert (found.chunk, found.gaps) == (chunk, False)
 
 
-def test_on_an_accelerator_and_in_rounds_messages_are_whole(group, monkeypatch):
-    for features, staying in ((Features(), True), (Features(exact=True), False)):
-        monkeypatch.setattr(group, "features", features)
-        found = suited(SIZES, group, 1, staying=staying)
-        assert found.at_once and found.chunk > 1 << 40 and not found.gaps
+def test_on_an_accelerator_messages_are_whole(group):
+    found = suited(SIZES, group, 1, staying=True)
+    assert found.staying and found.chunk > 1 << 40 and not found.gaps
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan", "50,10", ""])

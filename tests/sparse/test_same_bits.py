@@ -1,4 +1,4 @@
-"""The same inputs give the same bits: over any wire of CPUs and link, with any kernels."""
+"""The same inputs give the same bits: over any link, with any kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import weft
 from weft import kernels
 from weft.sparse import ALGORITHMS, last_call
 from weft.sparse.rate import set_rate
-from weft.testing import expected, processes, round_wire, run
+from weft.testing import expected, processes, run
 from weft.testing.cases import on_hosts
-from weft.testing.checked_rounds import CheckedRounds
-from weft.wire.registry import register_wire
 
 RANKS = 4
 MOST = 8  # ranks
@@ -29,13 +27,7 @@ IN_ORDER = ("gather", "holders", "split", "sparse_reduce")
 HOSTS = ("aaaa", "abcd", "aabb", "abbb")
 SOME_HOSTS = HOSTS[1:3]  # for what takes a second each
 PAIRS = "aabb"
-OF_OTHER_SIZES = {
-    "ab": "in rounds",
-    "abb": "exact",
-    "aabbccd": "in rounds",
-    "aaaabbbb": "in rounds",
-    "abcdefgh": "exact",
-}
+OF_OTHER_SIZES = ("ab", "abb", "aabbccd", "aaaabbbb", "abcdefgh")
 RATE = 16  # of middling chunks
 LOW, HIGH = 10, 40  # of the smallest and the largest
 
@@ -93,19 +85,11 @@ def calls_in(group):
     return own if group.size <= RANKS else {what: own[what] for what in ("large", "list")}
 
 
-def program(group, hosts, rate, wire=None):
+def program(group, hosts, rate):
     """For each call and algorithm what ran, and the bits that it gave, over links of a rate.
 
     Also of what rank 0 gets of the rest of the family.
-
-    Args:
-        wire: makes of a wire the one that carries the rows; None: that of the group does.
     """
-    if wire is not None:
-        ranks = range(group.size)
-        with group.split(ranks) as below, group.split(ranks) as made:
-            made.session.carry_payloads(wire(below.wire), "another")
-            return program(made, hosts, rate)
     found = {}
     with on_hosts(group, hosts):
         for (what, (rows, op)), name in product(calls_in(group).items(), NAMES):
@@ -120,52 +104,23 @@ def program(group, hosts, rate, wire=None):
 
 
 @functools.cache
-def bits_over(hosts, rate=RATE, wire=None):
+def bits_over(hosts, rate=RATE):
     """For each call and algorithm what ran, and its bits: of all ranks together."""
     calls_of_all()  # once, not on each thread
-    return together(run(len(hosts), program, hosts, rate, wire))
+    return together(run(len(hosts), program, hosts, rate))
 
 
 def together(of_ranks):
     return {case: set().union(*(found[case] for found in of_ranks)) for case in of_ranks[0]}
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("hosts", [*HOSTS, *OF_OTHER_SIZES])
 def test_whatever_the_link(hosts):
     # those of one host have chunks of one length
     rates = [LOW, HIGH] if hosts in SOME_HOSTS else [LOW]
     found = [bits_over(hosts), *(bits_over(hosts, rate) for rate in rates)]
     for case, bits in together(found).items():
         assert len(bits) == 1, case
-
-
-ON_WIRES = [
-    *product(SOME_HOSTS, ("in rounds",)),
-    *product(HOSTS[:3], ("exact",)),
-    *OF_OTHER_SIZES.items(),
-]
-
-
-@pytest.mark.parametrize(("hosts", "wire"), ON_WIRES)
-def test_whatever_wire_of_cpus(hosts, wire, exact_wire):
-    """The rule takes the same there, which adds in the same order."""
-    kind = CheckedRounds if wire == "in rounds" else exact_wire
-    found = bits_over(hosts)
-    assert bits_over(hosts, RATE, kind) == found
-    for case, bits in found.items():
-        assert len(bits) == 1, case
-
-
-def bits_over_gloo():
-    """The same over a wire in rounds that a program has registered."""
-    register_wire("rounds", round_wire)
-    with weft.init(timeout=90, wire="rounds") as group:
-        assert group.on(torch.device("cpu")).features.lockstep
-        return program(group, PAIRS, RATE)
-
-
-def test_over_a_wire_in_rounds_of_a_program():
-    assert together(processes(RANKS, bits_over_gloo)) == bits_over(PAIRS)
 
 
 def plain_bits():
@@ -221,7 +176,6 @@ class Towers(nn.Module):
 
 def trained():
     """The bits of a model after some steps with DistributedDataParallel."""
-    register_wire("rounds", round_wire)
     with weft.init() as group, on_hosts(group, "aabb"):
         torch.manual_seed(0)
         towers = Towers()
@@ -237,8 +191,7 @@ def trained():
         return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def test_a_training_on_other_wires_and_links():
+def test_a_training_on_other_links():
     slow = processes(RANKS, trained, env={"WEFT_LINK": "0.01"})
-    quick = processes(RANKS, trained, env={"WEFT_LINK": "100", "WEFT_WIRE": "torch"})
-    in_rounds = processes(RANKS, trained, env={"WEFT_WIRE": "rounds"})
-    assert len({*slow, *quick, *in_rounds}) == 1
+    quick = processes(RANKS, trained, env={"WEFT_LINK": "100"})
+    assert len({*slow, *quick}) == 1

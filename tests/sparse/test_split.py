@@ -36,7 +36,6 @@ HOSTS = {  # by name of each rank's host
 }
 SLOW = 16  # the rate of a link on which lists are packed, and chunks are short
 BETWEEN = sorted(set(ALGORITHMS) - {"doubling"})
-ON = ("threads", "rounds")  # stages have rounds of their own in the latter
 LOCK = threading.Lock()
 
 
@@ -95,11 +94,10 @@ def real_parts():
     ]
 
 
-@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize(
     ("size", "names"), [(size, each) for size in HOSTS for each in HOSTS[size]]
 )
-def test_it_equals_the_definition(size, names, on):
+def test_it_equals_the_definition(size, names):
     def program(group):
         for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
             with LOCK:  # ranks that are threads would each make them
@@ -110,7 +108,7 @@ def test_it_equals_the_definition(size, names, on):
             assert last_call().algorithm == "split"
         return blocks_taken(group, names, world(size, "sum", torch.float32)[0][group.rank])
 
-    assert set(run(size, program, on=on)) == {blocks_of(names)}
+    assert set(run(size, program)) == {blocks_of(names)}
 
 
 @pytest.mark.parametrize("names", ["aabba", "abcabcab"])
@@ -159,16 +157,15 @@ def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(most, many):
     assert [*itertools.chain(*blocks)] == [*range(13)]
 
 
-@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("between", BETWEEN)
-def test_any_algorithm_may_run_between_hosts(between, on, between_blocks):
+def test_any_algorithm_may_run_between_hosts(between, between_blocks):
     between_blocks(between)
     cases = (torch.float32, 200, (150, 150)), (torch.float16, 30, (0, 1)), (torch.int8, 9, (0, 0))
     for dtype, height, counts in cases:
         parts = [rows_of(rank, dtype, height, counts[rank % 2]) for rank in range(6)]
         want = expected(parts)
         for names in ("aabbca", "aabbcc"):
-            for total in run(6, reduced, names, parts, on=on):
+            for total in run(6, reduced, names, parts):
                 assert torch.equal(total.indices, want.indices)
                 assert torch.equal(total.values, want.values)
 
@@ -181,7 +178,7 @@ def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names, many):
     def program(group):
         return [reduced(group, names, parts).values for _ in range(2)]
 
-    (first, _), *_ = found = [*run(8, program), *run(8, program, on="rounds")]
+    (first, _), *_ = found = run(8, program)
     assert all(torch.equal(each, first) for both in found for each in both)
 
 
@@ -197,25 +194,23 @@ def many_chunks():
 
 
 @pytest.mark.parametrize(
-    ("between", "names", "on"),
+    ("between", "names"),
     [
-        ("gather", "aaabbcca", "threads"),
-        ("holders", "aabbccdd", "threads"),
-        ("holders", "aabbccdd", "rounds"),
-        ("split", "aaabbcca", "threads"),
-        ("split", "aaabbcca", "rounds"),
-        ("split", "abcdefgh", "threads"),
+        ("gather", "aaabbcca"),
+        ("holders", "aabbccdd"),
+        ("split", "aaabbcca"),
+        ("split", "abcdefgh"),
     ],
 )
 def test_sums_of_many_chunks_are_shared_once_they_are_complete(
-    names, between, on, between_blocks, many
+    names, between, between_blocks, many
 ):
     """Also where ranks of a block do not share a host, and so hand nothing on early."""
     many(4)
     between_blocks(between)
     parts, want = many_chunks()
 
-    for total in run(8, reduced, names, parts, on=on):
+    for total in run(8, reduced, names, parts):
         assert torch.equal(total.indices, want.indices)
         assert torch.equal(total.values, want.values)
 
@@ -365,8 +360,7 @@ def test_a_function_that_raises_is_everybodys_error():
     run(4, program)
 
 
-@pytest.mark.parametrize("on", ON)
-def test_a_rank_that_dies_is_everybodys_error(on, monkeypatch):
+def test_a_rank_that_dies_is_everybodys_error(monkeypatch):
     parts = [rows_of(rank) for rank in range(4)]
 
     make = Call.result
@@ -387,7 +381,7 @@ def test_a_rank_that_dies_is_everybodys_error(on, monkeypatch):
             reduced(group, "aabb", parts)
             weft.barrier()  # where a rank that needed nothing more of it is told
 
-    run(4, program, on=on)
+    run(4, program)
 
 
 RANK = """

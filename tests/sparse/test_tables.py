@@ -19,7 +19,7 @@ from weft.testing import expected, run, spmd
 from weft.testing.cases import in_case
 
 THREADS = ("threads", "device")
-EVERYWHERE = (*THREADS, "processes", "torch")
+EVERYWHERE = (*THREADS, "processes")
 LOCK = threading.Lock()
 KINDS = [  # row shape, dtype, index dtype, height
     ((3,), torch.float32, torch.int64, 50),
@@ -84,7 +84,7 @@ def test_each_table_as_if_alone(group, name):
 
 
 @pytest.mark.parametrize("name", ["auto", "split"])
-@spmd(2, 7, on=("processes", "torch"))
+@spmd(2, 7, on=("processes",))
 def test_each_table_as_if_alone_between_processes(group, name):
     each_table_as_if_alone(group, name)
 
@@ -463,6 +463,5 @@ def apart(group):
     assert weft.sparse_all_reduce(rows).values.tolist() == [group.size]
 
 
-@pytest.mark.parametrize("on", ["processes", "torch"])
-def test_all_ranks_are_told_of_one_whose_tensors_lie_elsewhere(on):
-    run(2, apart, on=on)
+def test_all_ranks_are_told_of_one_whose_tensors_lie_elsewhere():
+    run(2, apart, on="processes")

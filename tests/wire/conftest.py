@@ -12,12 +12,12 @@ import pytest
 
 from weft.base.memory import Pool
 from weft.bootstrap.local import folder_of
+from weft.failure.detector import EXCHANGED
 from weft.rendezvous import places as rendezvous
 from weft.testing import ranks_as_processes, run, wire_clauses
 from weft.testing.clauses import stated
 from weft.testing.wire_clauses import CLAUSES
-from weft.wire.factory import EXCHANGED, Start, make_wire
-from weft.wire.registry import wire_named
+from weft.wire.start import Start
 from weft.wire.tcp import shm
 
 
@@ -36,10 +36,11 @@ def on_a_wire(group, folder, packed, is_apart, counts):
     if store is None:
         store = rendezvous.connect(rendezvous.LOOPBACK, port, group.timeout)
     start = Start(
-        *(group.rank, group.size, group.device, group.timeout, host, exchange, Pool()),
+        *(group.rank, group.size, group.timeout, host, exchange, Pool()),
         store=store,
     )
-    wire = make_wire("of this test", factory, start)
+    wire = factory(start)
+    exchange(b"made")
     with pytest.MonkeyPatch.context() as patch:
         for name, count in counts.items():
             patch.setattr(wire_clauses, name, count)
@@ -64,10 +65,9 @@ def ranks_of():
     on, too: then a wire is made anew, and no process. There `counts` are other POSTS and ROUNDS.
     """
 
-    def ranks_of(wire, clause, *, apart=False, **counts):
+    def ranks_of(factory, clause, *, apart=False, **counts):
         if CLAUSES[clause - 1].processes or CLAUSES[clause - 1].is_compared:
-            return ranks_as_processes(wire, apart=apart)
-        factory = wire_named(wire) if isinstance(wire, str) else wire
+            return ranks_as_processes(factory, apart=apart)
 
         def kept(size, body):
             packed = pickle.dumps((factory, body))

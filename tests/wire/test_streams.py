@@ -35,7 +35,7 @@ from weft.wire import torch_rounds
 from weft.wire.torch_rounds import rounds_over
 
 CPU, RANKS = torch.device("cpu"), 2
-STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True, lengths_known=True)
+STAYING = Sizes(2, 8, 4, 4, 9, 4, 4, staying=True)
 NAMES = sorted(name for name in ALGORITHMS if choose.serves(STAYING, name))
 CALLER, GROUP, WIRE = "caller", "group", "wire"  # whose streams there are
 

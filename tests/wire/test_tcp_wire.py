@@ -19,9 +19,8 @@ from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.kernels import jit
 from weft.testing import make_wires
-from weft.wire.factory import Start
-from weft.wire.framed import FramedWire
 from weft.wire.interface import Failure, WireFailed
+from weft.wire.start import Start
 from weft.wire.tcp import connection, shm
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Listener
@@ -449,7 +448,7 @@ def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch, nothing_left):
             ready.wait(10.0)
             return [said[0], said[1]]
 
-        return Start(rank, 2, torch.device("cpu"), 10.0, "here", exchange, Pool())
+        return Start(rank, 2, 10.0, "here", exchange, Pool())
 
     def dying(segment, sockets, deadline):
         raise ConnectionError("rank 1 went away while it was connected to")
@@ -509,13 +508,6 @@ def test_a_fork_while_another_thread_takes_memory_of_the_segment():
     mine, theirs = socket.socketpair()
     wire = TcpWire(0, 2, {1: mine}, Pool(), shm.Segment.make())
     with theirs, held_elsewhere(wire.segment.lock):
-        assert closes_in_a_child(wire)
-    wire.close()
-
-
-def test_a_fork_while_another_thread_looks_at_messages_in_frames():
-    wire = FramedWire(None, 0, 1)
-    with held_elsewhere(wire.lock):
         assert closes_in_a_child(wire)
     wire.close()
 

@@ -6,8 +6,8 @@ import pytest
 
 from weft.testing import WireContract, ranks_as_threads
 from weft.testing.wires import NUMBERS
-from weft.wire import Features
 from weft.wire.in_process.threads import thread_wires
+from weft.wire.interface import Features
 
 RUN = ranks_as_threads(thread_wires)
 

@@ -9,16 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import weft
 from weft.testing import RankFailure, ranks_as_processes, wire_processes
 from weft.wire.interface import WireFailed
-from weft.wire.registry import register_wire, unregister_wire
 
-sys.path.append(str(Path(__file__).parents[2] / "examples/wire_streams"))
+sys.path.append(str(Path(__file__).parent))
 
-import weft_streams  # of the folder above
+import weft_streams
 
 RUN = ranks_as_processes(weft_streams.make_wire)
 
@@ -36,19 +34,6 @@ def test_ranks_are_new_processes_and_results_are_in_order(gone):
     processes = RUN(2, process) + RUN(2, process)
     assert len({os.getpid(), *processes}) == 5
     assert gone(processes)
-
-
-@pytest.fixture
-def registered():
-    register_wire("of-this-test", weft_streams.make_wire)
-    yield "of-this-test"
-    unregister_wire("of-this-test")
-
-
-def test_a_wire_is_run_by_its_name(registered):
-    assert ranks_as_processes(registered)(2, rank_and_size) == [(0, 2), (1, 2)]
-    with pytest.raises(weft.WeftError, match=r"wire 'other' is unknown: use one of .*this-test"):
-        ranks_as_processes("other")
 
 
 def ends(wire):
@@ -105,7 +90,7 @@ def raising_factory(start):
 
 
 def test_a_factory_that_raises_on_one_rank_ends_the_run():
-    with pytest.raises(weft.WeftError, match="on rank 1 its factory raised OSError: no device"):
+    with pytest.raises(OSError, match="no device"):
         ranks_as_processes(raising_factory)(3, rank_and_size)
 
 
@@ -125,8 +110,6 @@ def met_at_the_store(start):
     start.store.set(f"rank {start.rank}", str(start.rank))
     others = [start.store.get(f"rank {rank}").decode() for rank in range(start.size)]
     assert others == [str(rank) for rank in range(start.size)]
-    assert start.process_group is None
-    assert start.device == torch.device("cpu")
     assert start.exchange(start.host.encode()) == [start.host.encode()] * start.size
     return weft_streams.make_wire(start)
 
@@ -144,7 +127,7 @@ def apart(start):
 
 def test_ranks_may_be_told_that_each_has_a_machine_of_its_own():
     assert ranks_as_processes(apart, apart=True)(2, rank_and_size) == [(0, 2), (1, 2)]
-    with pytest.raises(weft.WeftError, match="its factory raised AssertionError"):
+    with pytest.raises(AssertionError):
         ranks_as_processes(apart)(2, rank_and_size)
 
 

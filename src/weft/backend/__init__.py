@@ -1,8 +1,7 @@
-"""weft and MPI as backends of torch.distributed.
+"""weft as a backend of torch.distributed.
 
-`import weft` registers both, which starts nothing. The first group of a backend imports its module,
-`gloo` or `mpi`. `collectives` has the collectives over a group, `work` the objects that
-torch.distributed waits for.
+`import weft` registers it, which starts nothing. Its first group imports `gloo`. `collectives` has
+the collectives over a group, `work` the objects that torch.distributed waits for.
 """
 
 from __future__ import annotations
@@ -11,25 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["MPI", "WEFT", "register"]
+__all__ = ["WEFT", "register"]
 
 WEFT = "weft"
 """The name of the backend with all collectives over a group of weft's, also sparse and uneven ones,
 and messages over gloo."""
 
-MPI = "weft_mpi"
-"""The name of the backend with all collectives over MPI. "mpi" is torch's own backend."""
-
 
 def register() -> None:
-    """Register the backends with `torch.distributed`. It may be called more than once."""
+    """Register the backend with `torch.distributed`. It may be called more than once."""
     if not dist.is_available():  # a torch built without it
         return
     from ..base import _torch  # noqa: F401  # what it does in forked children
 
-    for name, create in ((WEFT, _weft), (MPI, _mpi)):
-        if name not in dist.Backend.backend_list:
-            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    if WEFT not in dist.Backend.backend_list:
+        dist.Backend.register_backend(WEFT, _weft, extended_api=True, devices=["cpu"])
 
 
 def _weft(asked: Any, options: object) -> Any:
@@ -40,18 +35,6 @@ def _weft(asked: Any, options: object) -> Any:
         group = asked.process_group
         return WeftBackend(group, asked.store, rank, asked.group_size, asked.timeout)
     return WeftGroup(asked.store, rank, asked.group_size, asked.timeout)
-
-
-def _mpi(asked: Any, options: object) -> Any:
-    from ..base.errors import WeftError
-    from .mpi import MpiGroup
-
-    if _shared(asked):
-        raise WeftError(
-            f"rank {asked.group_rank}: backend {MPI!r} takes no other beside it: use "
-            f"'cpu:{WEFT},cuda:nccl', or groups of their own"
-        )
-    return MpiGroup(asked.store, asked.group_rank, asked.group_size, asked.timeout)
 
 
 def _shared(asked: Any) -> bool:

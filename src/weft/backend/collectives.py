@@ -31,7 +31,7 @@ from ..group.group import Group
 from ..kernels.ops import OPS
 from ..sparse.api import job_of
 from .aliases import Aliases, aliased, copied_if_mixed
-from .exchanges import Parts, exchange, open_and_exchange, open_call, over
+from .exchanges import Parts, exchange, open_and_exchange, open_call
 from .reductions import open_and_reduce
 from .refusals import (
     first_of,
@@ -195,7 +195,7 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> list[Tensor]:
         return [tensor]
     open_call(group, "broadcast", fields, None)
     flat = flat_of(tensor)
-    ScatterAllGather(over(group), root, flat).start().wait()
+    ScatterAllGather(group, root, flat).start().wait()
     put(flat, tensor)
     return [tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..base.errors import WeftError
@@ -69,9 +68,9 @@ def open_and_exchange(
     rest = {p: flat for p, flat in outgoing.items() if p not in along}
     missing = {p: place for p, place in incoming.items() if p not in come}
     if alike:
-        moved_to_all(over(group), rest, missing)
+        moved_to_all(group, rest, missing)
     else:
-        moved(over(group), rest, missing)
+        moved(group, rest, missing)
     _keep_own(group, outgoing, incoming)
     _deliver(incoming, takes)
 
@@ -93,7 +92,7 @@ def fill(place: Tensor, told: memoryview) -> None:
 def exchange(group: Group, gives: Parts, takes: Parts) -> None:
     """Send `gives[p]` to each rank p, and receive `takes[p]` from it; nothing for empty tensors."""
     outgoing, incoming = _ends(group, gives, takes)
-    moved(over(group), outgoing, incoming)
+    moved(group, outgoing, incoming)
     _keep_own(group, outgoing, incoming)
     _deliver(incoming, takes)
 
@@ -138,8 +137,3 @@ def _deliver(incoming: Mapping[int, Tensor], takes: Parts) -> None:
         wanted = takes[peer]
         assert wanted is not None  # else there is no place for it
         put(place, wanted)
-
-
-def over(group: Group) -> Group:
-    """The group as it carries tensors of the CPU, which may have a wire of their own."""
-    return group.on(torch.device("cpu"))

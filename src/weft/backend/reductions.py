@@ -13,7 +13,7 @@ from ..comm.staging import swapped
 from ..group.group import Group
 from ..schedules import dense
 from ..schedules.hosts import Grid, grid_of
-from .exchanges import exchange, open_and_exchange, open_call, over
+from .exchanges import exchange, open_and_exchange, open_call
 from .tensors import flat_of, place_for, put
 
 
@@ -33,17 +33,17 @@ def open_and_reduce(
     step = max(1, dense.SCRATCH // group.size // max(1, out.element_size()))
     is_large = max(flat.nbytes for flat in flats) > dense.SMALL
     grid = grid_of(group) if is_large else None
-    if grid is not None and not over(group).features.lockstep:
+    if grid is not None:
         open_call(group, call, fields, None)
         for start in range(0, max(map(len, flats)), step):
             chunks = [flat[start : start + step] for flat in flats]
-            _reduce_by_hosts(over(group), grid, chunks, op, place[start : start + step])
+            _reduce_by_hosts(group, grid, chunks, op, place[start : start + step])
         put(place, out)
         return
     for start in range(0, max(1, *map(len, flats)), step):
         chunks = [flat[start : start + step] for flat in flats]
         mine = len(chunks[group.rank])
-        with over(group).lease(group.size * chunks[group.rank].nbytes) as memory:
+        with group.lease(group.size * chunks[group.rank].nbytes) as memory:
             slots = list(typed(memory, (group.size, mine), out.dtype))
             takes = [None if rank == group.rank else slot for rank, slot in enumerate(slots)]
             if start == 0:

@@ -7,14 +7,11 @@ does what its docstring says. Nothing here knows of ranks or of weft's own types
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
-import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -426,65 +423,6 @@ class NoDevice(RuntimeError):
     """gloo cannot listen on this machine, for which no other rank is the reason."""
 
 
-class _Asked(dist.Store):
-    """A store as gloo is given it: where gloo waits for a key, this asks for it again and again.
-
-    A wait in a TCPStore holds its connection, which other threads of this process may need to write
-    what a peer waits for. And another connection (`clone`) asks the network for the name of the
-    host at its other end, which takes seconds where nothing answers.
-    """
-
-    def __init__(self, store: dist.Store, timeout: float) -> None:
-        super().__init__()
-        self._store = store
-        self._timeout = timeout
-
-    def set(self, key: str, value: Any) -> None:  # bytes, of C++
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + seconds
-        pause = 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > deadline or _ends.is_set():
-                # in a TCPStore's words
-                late = f"{1000 * seconds:.0f}ms, keys: {', '.join(keys)}"
-                raise dist.DistStoreError(f"wait timeout after {late}")
-            # not all processes at once, and by no generator that the program may have seeded
-            _ends.wait(pause * random.SystemRandom().uniform(0.5, 1.0))
-            pause = min(0.02, 1.5 * pause)
-
-
-_ends = threading.Event()  # this process does
-_connecting: set[threading.Thread] = set()  # those in which gloo does, and asks a store
-
-
-@atexit.register
-def _stop_asking() -> None:
-    """End the threads that ask a store for gloo.
-
-    C++ cannot take the GIL once the interpreter ends, and one that calls Python then aborts the
-    process. A thread in which gloo waits for a connection calls nothing: it may stay.
-    """
-    _ends.set()
-    for thread in [*_connecting]:
-        thread.join(1.0)
-
-
-def _connects_later() -> bool:
-    """Whether gloo connects two ranks when it first needs to, and no ranks in its constructor."""
-    value = os.environ.get("TORCH_GLOO_LAZY_INIT", "")
-    return value.lower() in ("y", "yes", "1", "t", "true")  # as torch reads it
-
-
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
 ) -> Any:
@@ -493,7 +431,7 @@ def gloo_group(
     It has one thread. Of two, which is gloo's default, both may write the name of the operation
     that each has ended to one string at once, which corrupts the memory of the process, if one of
     these is a sparse all-reduce (docs/ddp.md). It listens at the interfaces of these names; without
-    names where gloo likes. Its ranks meet at the store over the caller's connection (`_Asked`).
+    names where gloo likes.
 
     Without the private options it is torch's own, with two threads.
 
@@ -503,8 +441,6 @@ def gloo_group(
     """
     gloo: Any = dist.ProcessGroupGloo
     limit = timedelta(seconds=timeout)
-    # what connects later asks later, when nobody in Python has this store any more
-    asked = store if _connects_later() else _Asked(store, timeout)
     options: Any
     try:
         options = gloo._Options()
@@ -516,11 +452,7 @@ def gloo_group(
         options = limit
     except RuntimeError as error:
         raise NoDevice(str(error)) from error
-    _connecting.add(threading.current_thread())
-    try:
-        return gloo(asked, rank, size, options)
-    finally:
-        _connecting.discard(threading.current_thread())
+    return gloo(store, rank, size, options)
 
 
 def process_group_of(backend: Any, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:

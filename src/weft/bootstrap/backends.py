@@ -13,10 +13,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ..backend import MPI, WEFT
+from ..backend import WEFT
 from ..base.arguments import is_a, shown
 from ..base.errors import WeftError
-from ..rendezvous import mpi
 
 
 def spec(backend: str) -> str:
@@ -42,12 +41,12 @@ def is_in(backend: str, there: str) -> bool:
         WeftError: there is no such backend.
 
     Example:
-        >>> is_in("nccl", "cpu:gloo,cuda:nccl"), is_in("mpi", "cpu:weft_mpi"), is_in("ucc", "gloo")
+        >>> is_in("nccl", "cpu:gloo,cuda:nccl"), is_in("mpi", "gloo"), is_in("ucc", "gloo")
         (True, True, False)
     """
     _check_known(backend)
     names = {part.rpartition(":")[2] for part in there.split(",")}
-    return backend in names or (backend == "mpi" and MPI in names)
+    return backend in names or (backend == "mpi" and "gloo" in names)
 
 
 def able() -> tuple[str, ...]:
@@ -93,8 +92,6 @@ def _lacking(backend: str) -> str:
                 f"oneccl_bindings_for_pytorch, in the version of this torch ({version}), or use "
                 "gloo"
             )
-    if backend == "mpi":
-        mpi.load()  # raises if it cannot; MPI itself is started when all ranks have come
     return ""
 
 
@@ -110,5 +107,5 @@ SPECS = {
     "xccl": "cpu:gloo,xpu:xccl",
     "ccl": "ccl",
     "ucc": "ucc",
-    "mpi": f"cpu:{MPI}",  # "mpi" is torch's own, which its wheels lack
+    "mpi": "gloo",  # says who started the ranks: torch's own "mpi" is not in its wheels
 }

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from .. import kernels
 from ..base import watch
 from ..base.errors import WeftError, nearest
-from ..group import choice
 from ..group.group import Group
 from ..rendezvous import launchers
 from ..rendezvous.address import VARIABLES as OF_INTERFACES
@@ -28,6 +27,7 @@ from . import descent
 _PREFIX = "WEFT_"
 
 _WITHOUT = {
+    "WEFT_WIRE": ("wire", "tcp"),
     "WEFT_ALGORITHM": ("algorithm", "auto"),
     "WEFT_LINK": ("rate of the link", "as calls reached it"),
     "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
@@ -39,7 +39,8 @@ _WITHOUT = {
 """Variables whose value is in force as it is: what each sets, and what applies without it."""
 
 VARIABLES = frozenset(
-    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_SAFE", "WEFT_WIRE", "WEFT_WATCH"}
+    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_WATCH"}
+    | {"WEFT_SAFE"}  # which is an error
     | {descent.VARIABLE}  # which weft itself sets
 )
 """All variables of the environment that are weft's own."""
@@ -112,7 +113,6 @@ def _settings(group: Group | None) -> Iterator[Setting]:
     yield Setting("python", platform.python_version(), "installed")
     yield _launched()
     yield _group(group)
-    yield _wire()
     yield _kernels()
     yield _address()
     yield _watching()
@@ -147,16 +147,9 @@ def _group(group: Group | None) -> Setting:
     return Setting("group", value, "weft.init")
 
 
-def _wire() -> Setting:
-    try:
-        return Setting("wire", choice.chosen(), choice.chosen_by())
-    except WeftError as error:
-        return Setting("wire", f"wrong: {error}", choice.chosen_by())
-
-
 def _kernels() -> Setting:
-    forbidden = next((name for name in ("WEFT_KERNELS", "WEFT_SAFE") if os.environ.get(name)), "")
-    return Setting("kernels", kernels.describe(), forbidden or _NOBODY)
+    source = "WEFT_KERNELS" if os.environ.get("WEFT_KERNELS") else _NOBODY
+    return Setting("kernels", kernels.describe(), source)
 
 
 def _address() -> Setting:

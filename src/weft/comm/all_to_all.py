@@ -127,6 +127,7 @@ class Scatter(Linear):
         over = group.on(like.device)
         fields = dict(self.fields)
         if self.error is None:
+            self.error = over.refusal
             fields |= {"dtype": like.dtype, "device": over.route}
         eager = most_to_each(group, limit)
         if not on_host(like):  # nothing is sent along, not even empty tensors

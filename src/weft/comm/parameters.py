@@ -89,7 +89,7 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     chain = [*range(source, group.size), *range(source)]
 
     def start(over: Group, memory: Tensor) -> Pending:
-        if on_host(memory) and not over.features.lockstep:
+        if on_host(memory):
             return Chain(over, chain, memory).start()
         return ScatterAllGather(over, source, memory).start()
 

@@ -71,7 +71,7 @@ def number_of_bytes(given: object) -> int:
 def most_to_all(group: Group) -> int:
     """Bytes of a tensor of the host that each rank tells all others as a call opens, at most; -1:
     nothing is told so, not even empty tensors."""
-    if not is_direct(group) or _is_in_rounds(group):
+    if not is_direct(group):
         return -1
     return ALONG if are_all_near(group) else _TO_OTHERS
 
@@ -80,11 +80,8 @@ def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
     """For each rank the bytes of a tensor that it alone is told as a call opens, at most: with the
     statement, where statements are direct.
 
-    The tensors of all others that are told so fit in a round of `limit` bytes, too. -1: nothing is
-    told so, not even empty tensors.
+    The tensors of all others that are told so fit in a round of `limit` bytes, too.
     """
-    if _is_in_rounds(group):
-        return [-1] * group.size
     most = ALONG if limit == NO_LIMIT else min(ALONG, limit // (2 * group.size))
     if not is_direct(group):
         return [most] * group.size
@@ -95,11 +92,6 @@ def most_to_each(group: Group, limit: int = NO_LIMIT) -> list[int]:
 def are_all_near(group: Group) -> bool:
     """Whether all ranks read what a rank has for them in one memory; they all say the same."""
     return len(group.near) == group.size - 1
-
-
-def _is_in_rounds(group: Group) -> bool:
-    """Whether tensors of the host travel in rounds, in which all ranks take part."""
-    return group.on(torch.device("cpu")).features.lockstep
 
 
 def moved(

@@ -1,37 +1,30 @@
 """How the control links of a group are made: before any wire, which is then made over them.
 
-At the store each rank says which wire it was asked for, what is to carry its control links, and
-where it listens. If the wires differ, or a rank is in trouble, every rank raises the same. Then a
-socket joins every two ranks (`tcp.listener`). Where a rank may open no sockets of its own, what
-torch or MPI open carries the bytes of all links.
+At the store each rank says where it listens. If a rank is in trouble, every rank raises the same.
+Then a socket joins every two ranks (`tcp.listener`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..base._torch import NoDevice
-from ..base.errors import AbsentError, WeftError, WireError, in_short, names, there_are
-from ..base.memory import Pool
+from ..base.errors import AbsentError, WeftError, WireError, in_short, names
 from ..base.pace import patient
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, Look, exchange, has, pauses
-from ..wire.factory import Factory, Start, check_nothing, seconds_left
-from ..wire.registry import carried_sockets, carrier_beside, wire_names
+from ..wire.start import check_nothing
 from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
 from .links import ControlLinks, SocketLinks
 
@@ -40,7 +33,6 @@ T = TypeVar("T")
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
 PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
 HELD_UP = 1.0  # seconds after a deadline from which on a rank itself is late, and was stopped
-_LAST = 1.0  # seconds in which who is late itself says so, before those say it that wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +40,12 @@ class _Statement:
     """What a rank says at the store.
 
     Attributes:
-        wire: the name of the wire that it was asked for.
         host: the name of its host.
-        carrier: what carries its links; "": sockets.
         trouble: why it cannot be joined, or "".
         endpoint: where it listens, as the values of an `Endpoint`; empty: nowhere.
     """
 
-    wire: str
     host: str
-    carrier: str
     trouble: str
     endpoint: dict[str, object]
 
@@ -69,12 +57,10 @@ class Joined:
     Attributes:
         links: of this rank, to all others.
         hosts: for each rank the name of its host.
-        carrier: the name of what carries the links; "": sockets.
     """
 
     links: ControlLinks
     hosts: tuple[str, ...]
-    carrier: str
 
 
 def join_links(
@@ -82,8 +68,7 @@ def join_links(
     rank: int,
     size: int,
     timeout: float,
-    wire: str,
-    factory: Factory | str,
+    trouble: str = "",
     look: Look = None,
 ) -> Joined:
     """Join this rank to all others by control links; collective.
@@ -92,87 +77,46 @@ def join_links(
         store: that all ranks share.
         rank, size: this rank, and how many there are.
         timeout: seconds in which all must have come.
-        wire: the name of the wire that is to be made over the links.
-        factory: what makes it; or why this rank cannot make it, which all ranks then raise.
+        trouble: why this rank cannot be joined, which all ranks then raise; "": it can.
         look: called until all have come and are connected; raises once one is known not to come.
 
     Raises:
-        WeftError: the ranks were asked for different wires; or a rank is in trouble, may not open
-            as many files, or cannot listen. The same on every rank.
-        NotJoinedError: gloo, over which the links are to go, has not connected all ranks.
+        WeftError: a rank is in trouble, may not open as many files, or cannot listen. The same on
+            every rank.
         RuntimeError: from the store.
         OSError: from the sockets.
     """
     deadline = time.monotonic() + timeout
     # a rank that is connected leaves only when all others are, too
     check = check_nothing if look is None else functools.partial(look, lambda: range(size))
-    trouble = factory if isinstance(factory, str) else ""
-    carrier = "" if isinstance(factory, str) else carrier_beside(factory)
-    if os.environ.get("WEFT_SAFE") == "1":
-        carrier = carrier or "torch"
     with contextlib.ExitStack() as stack:
-        listener = None
-        if not carrier:
-            try:
-                trouble = trouble or make_room(size - 1) or ""
-                listener = stack.enter_context(_listener(store, size))
-            except OSError as error:
-                trouble = trouble or f"it cannot listen: {error}"
-        endpoint = {} if listener is None else asdict(listener.endpoint)
-        own = asdict(_Statement(wire, own_host(), carrier, trouble, endpoint))
+        endpoint: dict[str, object] = {}
+        try:
+            trouble = trouble or make_room(size - 1) or ""
+            listener = stack.enter_context(_listener(store, size))
+            endpoint = asdict(listener.endpoint)
+        except OSError as error:
+            trouble = trouble or f"it cannot listen: {error}"
+        own = asdict(_Statement(own_host(), trouble, endpoint))
         values = exchange(store, "statement", own, rank, size, timeout, "did not join", look)
         statements = [_Statement(**each) for each in values]
-        _raise_if_they_differ(statements, store, rank)
-        hosts = tuple(each.host for each in statements)
-        # if one rank may open no sockets, the links of all are carried
-        carriers = [each.carrier for each in statements if each.carrier]
-        agreed = carriers[0] if carriers else ""
-        if not agreed:
-            assert listener is not None
-            links = _over_sockets(listener, statements, rank, deadline, check)
-            return Joined(links, hosts, agreed)
-    space = dist.PrefixStore("links", store)
-    start = Start(
-        rank=rank,
-        size=size,
-        device=torch.device("cpu"),
-        timeout=seconds_left(deadline),
-        host=hosts[rank],
-        exchange=_exchange_at(space, rank, size, deadline),
-        memory=Pool(),
-        store=space,
-        check=check,
-    )
-    return Joined(_carried(agreed, start), hosts, agreed)
+        _raise_trouble(statements, store, rank)  # also where this one cannot listen
+        links = _over_sockets(listener, statements, rank, deadline, check)
+    return Joined(links, tuple(each.host for each in statements))
 
 
 def _listener(store: dist.Store, size: int) -> Listener:
     return Listener(own_address(store), size + STRANGERS, own_host())
 
 
-def _raise_if_they_differ(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
+def _raise_trouble(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
     """Raise the trouble of the first rank that has any, on every rank."""
-    first = statements[0].wire
     for peer, each in enumerate(statements):
-        if each.trouble or each.wire != first:
-            known = _names_on_all(store, rank, len(statements))
-            if each.trouble:
-                raise WeftError(f"rank {peer}: {each.trouble}")
-            raise WeftError(
-                f"rank 0 was asked for wire {first!r}, and rank {peer} for {each.wire!r}: give all "
-                f"ranks the same weft.init(wire=), WEFT_WIRE and WEFT_SAFE; {there_are(known)}"
-            )
-
-
-def _names_on_all(store: dist.Store, rank: int, size: int) -> set[str]:
-    """The names of the wires that every rank has; collective, before all ranks raise.
-
-    The store may end with this program. Once this returns all ranks have read the statements.
-    """
-    lists = [wire_names()]
-    with contextlib.suppress(RuntimeError, AbsentError):  # of a rank that has died meanwhile
-        lists = exchange(store, "read", wire_names(), rank, size, PATIENCE, "")
-    return set.intersection(*map(set, lists))
+        if each.trouble:
+            # the store may end with this program: first all ranks have read the statements
+            with contextlib.suppress(RuntimeError, AbsentError):  # of one that has died meanwhile
+                exchange(store, "read", "", rank, len(statements), PATIENCE, "")
+            raise WeftError(f"rank {peer}: {each.trouble}")
 
 
 def _over_sockets(
@@ -197,21 +141,6 @@ def _over_sockets(
     return SocketLinks(sockets)
 
 
-def _exchange_at(
-    store: dist.Store, rank: int, size: int, deadline: float
-) -> Callable[[bytes], list[bytes]]:
-    """A function that exchanges bytes at the store, as `Start.exchange` does; by the deadline."""
-    rounds = itertools.count()
-
-    def exchange_bytes(data: bytes) -> list[bytes]:
-        key = f"round {next(rounds)}"
-        missing = "came, and then did not join the control links"
-        values = exchange(store, key, data.hex(), rank, size, seconds_left(deadline), missing)
-        return [bytes.fromhex(each) for each in values]
-
-    return exchange_bytes
-
-
 class NotJoinedError(RuntimeError):
     """The ranks are not joined, and all of them know why.
 
@@ -222,27 +151,6 @@ class NotJoinedError(RuntimeError):
     def __init__(self, text: str, culprit: int | None) -> None:
         super().__init__(text)
         self.culprit = culprit
-
-
-def _carried(agreed: str, start: Start) -> ControlLinks:
-    """Links that go the way of one of weft's wires. Where gloo fails, all ranks raise the same.
-
-    Raises:
-        NotJoinedError: a rank failed by itself, or does not answer; or gloo has failed, and who is
-            to blame is unknown. A rank that has died is found out when another one has waited for
-            `start.timeout` seconds.
-        RuntimeError: from the store.
-    """
-    if agreed != "torch":
-        carried = carried_sockets(agreed, start)
-        return _CarriedLinks(carried.sockets, carried.close)
-    assert start.store is not None
-    deadline = time.monotonic() + start.timeout + patient(_LAST)
-    store = AnsweringStore(start.store, deadline + PATIENCE)
-    roll = RollCall(store, start.rank, start.size, look=start.check)
-    checked = replace(start, check=roll.check)
-    carried = roll.hold(lambda: carried_sockets(agreed, checked), deadline)
-    return _CarriedLinks(carried.sockets, carried.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +172,7 @@ _JOINED = _Outcome("")
 
 
 class RollCall:
-    """What ranks tell each other at the store while gloo connects them, for links or for a group.
+    """What ranks tell each other at the store while gloo connects them, for a group.
 
     Before there are links nobody sees that a rank dies, and gloo says what has failed, but not
     whose fault that is: it may fail on one rank because it has failed on another. So a rank for
@@ -282,7 +190,7 @@ class RollCall:
         rank: int,
         size: int,
         *,
-        step: str = "join the control links",
+        step: str,
         look: Callable[[], None] = check_nothing,
         patience: float | None = None,
         busy_until: float = -math.inf,
@@ -462,20 +370,3 @@ class RollCall:
             for rank in range(self._size):
                 if rank not in absent:
                     has(self._store, f"read {rank}", until, self._size)
-
-
-class _CarriedLinks(SocketLinks):
-    """Links over sockets within this process, whose bytes go the way of a wire."""
-
-    def __init__(self, sockets: Mapping[int, socket.socket], end: Callable[[], None]) -> None:
-        """`end`: ends what carries the bytes, once the sockets are closed."""
-        super().__init__(sockets)
-        self._end_carrying = end
-
-    def close(self, goodbye: bytes = b"") -> None:
-        super().close(goodbye)
-        self._end_carrying()
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._end_carrying()

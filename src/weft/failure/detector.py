@@ -31,7 +31,6 @@ from ..base import watch
 from ..base.errors import WeftError, WireError, names
 from ..base.latch import Latch, wait_for
 from ..base.pace import patient
-from ..wire import factory
 from . import last_error
 from .links import LONGEST, ControlLinks, News
 from .messages import UNREADABLE, Message, line_of, read, values_of
@@ -46,8 +45,8 @@ from .verdict import (
     on_leaver,
 )
 
-EXCHANGED = 1 + factory.EXCHANGED
-"""Bytes that may be exchanged at once: one that says what they are, and a factory's."""
+EXCHANGED = 1 << 14
+"""Bytes that may be exchanged at once."""
 
 ANSWER = 0.7
 """Seconds in which ranks must say where they are, on an idle machine."""
@@ -83,13 +82,11 @@ class Wait(Protocol):
     """A wait that has not ended.
 
     Attributes:
-        wire_name: of what carries the messages, for texts; "": a wire of weft's own.
         in_round: whether it is for a round of more than two ranks. Then one of those that are
             awaited is missing, and nobody knows which.
         opens: as for a `Place`.
     """
 
-    wire_name: str
     in_round: bool
     opens: bool
 
@@ -209,10 +206,7 @@ class Detector:
         return 0.0 if waiting is None else time.monotonic() - waiting.since
 
     def _waiting(self) -> _Waiting | None:
-        """The wait of this rank; of those of several threads that which began first, or None.
-
-        Several threads wait only for messages of backend "weft_mpi".
-        """
+        """The wait of this rank; of those of several threads that which began first, or None."""
         # a copy: other threads begin and end waits
         return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
@@ -290,17 +284,11 @@ class Detector:
         everyones[self.rank] = data
         return [everyones[rank] for rank in sorted(everyones)]
 
-    def early(self) -> list[bytes]:
-        """What peers have sent for the next `exchange`, before this rank has come to it.
-
-        Raises:
-            WireError: there will be none, since a rank died or left.
-        """
+    def check_peers(self) -> None:
+        """Raise WireError if a rank has died, or left, as far as this one knows."""
         leavers = list(self.leavers)
         if self.verdict is not None or leavers:
             raise self._not_exchanged(leavers)
-        number = self._exchanges + 1
-        return [data for (_, of), data in list(self._exchanged.items()) if of == number]
 
     def _not_exchanged(self, late: Sequence[int]) -> WireError:
         """The error where these ranks' bytes did not come."""
@@ -329,8 +317,6 @@ class Detector:
         what = f"the link between rank {self.rank} and rank {peer}"
         if peer is None:
             what = f"a link of rank {self.rank}"
-        if wait is not None and wait.wire_name:
-            what += f" over wire {wait.wire_name!r}"
         failed = Verdict(peer, f"{what} failed ({text})")
 
         def reason() -> Verdict:
@@ -581,7 +567,7 @@ class Detector:
             # then no link failed: nobody came
             overdue = waiting is not None and now >= waiting.began + self.timeout
             if silent or (overdue and reason is not None):
-                self.settle(self._judgement(waiting, places, silent))
+                self.settle(judge(self.rank, places, silent, self.leavers))
             elif reason is not None:
                 self.settle(reason())  # all are well, so it is what it looks like
             # else all are well, and a call of another library failed: nobody is to blame
@@ -591,17 +577,10 @@ class Detector:
         elif waiting is None or waiting.has_ended:
             return  # meanwhile
         elif now >= waiting.since + self.timeout:
-            self.settle(self._judgement(waiting, places, silent))
+            self.settle(judge(self.rank, places, silent, self.leavers))
         else:
             waiting.is_told = True
             self._tell(waiting, places, silent)
-
-    def _judgement(
-        self, waiting: _Waiting | None, places: dict[int, Place], silent: set[int]
-    ) -> Verdict:
-        """Who is to blame for a wait, from where the ranks are."""
-        wire_name = "" if waiting is None else waiting.wait.wire_name
-        return judge(self.rank, places, silent, self.leavers, wire_name)
 
     def _tell(self, waiting: _Waiting, places: dict[int, Place], silent: set[int]) -> None:
         """Say on standard error who keeps this rank waiting."""
@@ -611,7 +590,7 @@ class Detector:
         # of a round nobody knows who is missing, so one look says all
         for peer in wait.awaited()[:1] if wait.in_round else wait.awaited():
             places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
-            reason = self._judgement(waiting, places, silent).text
+            reason = judge(self.rank, places, silent, self.leavers).text
             if len(why) < _NAMED and reason not in why:
                 why.append(reason)
         if why and mine.awaits is not None:  # else that wait is over

@@ -23,6 +23,7 @@ SAME_ORDER = "all ranks make their calls in the same order, whichever groups the
 """What a rank is told of a call that does not go on while a rank is in one of another group."""
 
 _SAME_CALLS = "all ranks must make the same calls in the same order"
+_PERHAPS = "the link is too slow, or the ranks disagree on what to send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +222,11 @@ def crossed(calls: Mapping[int, str]) -> str:
     )
 
 
-HOW_TO_TRY = "(try it by weft.testing.check_wire)"
-"""How one finds out whether a wire that weft does not have itself does what it has to."""
-
-
 def judge(
     me: int,
     places: Mapping[int, Place],
     silent: Set[int],
     leavers: Mapping[int, Place],
-    wire: str = "",
 ) -> Verdict:
     """Name the culprit of a wait that did not end in time.
 
@@ -245,7 +241,6 @@ def judge(
         places: where this rank is, and where those are that answered.
         silent: the ranks that were asked and did not answer.
         leavers: the ranks that said bye before, each with where it was then.
-        wire: the name of the wire that the wait is over; "": one of weft's own.
 
     Example:
         >>> stuck, busy = Place(17, "sparse_all_reduce", 1, 5.0), Place(17, "barrier", None, 12.3)
@@ -260,17 +255,17 @@ def judge(
             # `awaits` is any of them: follow one that is known not to have come
             absent = _not_come_to_round(chain[-1], places, leavers)
             if absent is None:
-                return _in_a_round(chain[-1], places, leavers, wire)
+                return _in_a_round(chain[-1], places, leavers)
             following = absent
         if following in leavers:
             return on_leaver(following, leavers[following])
         if following in chain:
-            return _in_a_circle(chain[chain.index(following) :], me, places, wire)
+            return _in_a_circle(chain[chain.index(following) :], me, places)
         if following not in places:
-            return _among_equals(me, places, wire)
+            return _among_equals(me, places)
         chain.append(following)
     if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]].entered):
-        return _nothing_of(chain[-1], places, wire)
+        return _nothing_of(chain[-1], places)
     return _at_the_end(chain, places)
 
 
@@ -301,9 +296,7 @@ def _not_come_to_round(
     return None
 
 
-def _in_a_round(
-    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place], wire: str
-) -> Verdict:
+def _in_a_round(waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place]) -> Verdict:
     """All answered that are there, and a round is not through, though all may have come to it.
 
     Who is out of the round may have had all that it needed, and others not. So nobody is to blame.
@@ -329,7 +322,7 @@ def _in_a_round(
     return Verdict(
         None,
         f"a round{where} is not through on {_some(inside)}, though {who_answers(leavers)}{others}: "
-        f"{_perhaps(wire)}",
+        f"{_PERHAPS}",
     )
 
 
@@ -360,7 +353,7 @@ def _has_not_entered(place: Place, call: Entered | None) -> bool:
     return max(numbers) < call.number
 
 
-def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wire: str) -> Verdict:
+def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place]) -> Verdict:
     """All answered, and each of some ranks waits for the next, the last one for the first."""
     made = _different_calls(places)
     if made:
@@ -372,8 +365,8 @@ def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place], wi
     lost = _lost(places)
     past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter].entered)]
     if past:
-        return _nothing_of(min(past), places, wire)
-    return _among_equals(me, places, wire)
+        return _nothing_of(min(past), places)
+    return _among_equals(me, places)
 
 
 def in_crossed_calls(circle: Sequence[int], places: Mapping[int, Place]) -> Verdict | None:
@@ -476,7 +469,7 @@ def _is_past(place: Place, call: Entered | None) -> bool:
     return call is not None and call in place.history and place.entered != call
 
 
-def _nothing_of(rank: int, places: Mapping[int, Place], wire: str) -> Verdict:
+def _nothing_of(rank: int, places: Mapping[int, Place]) -> Verdict:
     """Ranks wait for one that is past their call."""
     lost = _lost(places)
     waiters = [
@@ -490,11 +483,11 @@ def _nothing_of(rank: int, places: Mapping[int, Place], wire: str) -> Verdict:
     return Verdict(
         _culprit_of(lost),
         f"rank {rank} is past {earliest.call}, where {_some(there)} {wait} for it: "
-        f"it {places[rank]}; {_perhaps(wire)}",
+        f"it {places[rank]}; {_PERHAPS}",
     )
 
 
-def _among_equals(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
+def _among_equals(me: int, places: Mapping[int, Place]) -> Verdict:
     """Ranks wait for each other, and none of them is known to be past the call of another."""
     mine = places[me]
     calls = {place.entered or (place.calls, place.doing) for place in places.values()}
@@ -511,18 +504,8 @@ def _among_equals(me: int, places: Mapping[int, Place], wire: str) -> Verdict:
         who = " and ".join(f"rank {rank}" for rank in sorted(ends))
     else:
         who = _some(sorted(frozenset.union(*pairs)))
-    text = f"not all came in time between {who}{where}, though all answer: {_perhaps(wire)}"
+    text = f"not all came in time between {who}{where}, though all answer: {_PERHAPS}"
     return Verdict(_culprit_of(_lost(places)), text)
-
-
-def _perhaps(wire: str) -> str:
-    """What may be wrong where all ranks answer, and not all messages come."""
-    if not wire:
-        return "the link is too slow, or the ranks disagree on what to send"
-    return (
-        "the link is too slow, the ranks disagree on what to send, or "
-        f"wire {wire!r} lost a message {HOW_TO_TRY}"
-    )
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -64,18 +64,13 @@ class Group:
         session: what the group is a view of.
         rank: this rank's number in the group.
         size: how many ranks there are.
-        epoch: which membership this is, from 0: no rank can leave yet, and the others go on.
         wire: what carries its tensors.
-        wire_name: the name by which a program or a package registered that wire; "": it is one of
-            weft's own.
         features: of that wire, as far as these ranks have them.
         memory: the pool that workspaces are leased from.
         traffic: what was sent so far, by all groups of the session.
         state: what is kept of these ranks from one call to the next, by its name; this group has it
             in common with every view of the same ranks and wire.
     """
-
-    epoch = 0
 
     def __init__(
         self, session: Session, ranks: Sequence[int] | None = None, route: Route | None = None
@@ -95,12 +90,11 @@ class Group:
         self._is_whole = not self._is_renumbered and len(self._ranks) == session.size
         # what sets its channels apart from those of groups of other ranks
         self._apart = 0 if self._is_whole else zlib.crc32(self.members.encode()) >> 1
-        self._route = session.openings if route is None else route
+        self._route = session.cpu if route is None else route
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.rank = self._ranks.index(session.rank)
         self.size = len(self._ranks)
         self.wire: Wire = self._route.wire
-        self.wire_name = self._route.registered
         self.features: Features = self._route.features_for(self._ranks)
         self.memory: Pool = self._route.memory
         self.traffic: Traffic = session.traffic
@@ -167,6 +161,12 @@ class Group:
         return self._route.name
 
     @property
+    def refusal(self) -> str | None:
+        """Why nobody carries its tensors, for the opening of a call with such tensors; None: the
+        wire does."""
+        return self._route.refusal
+
+    @property
     def streams(self) -> Streams:
         """In which it computes on accelerators."""
         return self.session.streams
@@ -201,20 +201,20 @@ class Group:
         self._check_peers(sends)
         self._check_peers(recvs)
         session = self.session
-        route = self._route
         if channel != OPENINGS:
             channel ^= self._apart
         if self._is_renumbered:
             sends = [(self._ranks[peer], tensor) for peer, tensor in sends]
             recvs = [(self._ranks[peer], into) for peer, into in recvs]
         if not self.features.lockstep:
-            pending = session.use(route, "posted messages", self.wire.post, sends, recvs, channel)
+            pending = session.use("posted messages", self.wire.post, sends, recvs, channel)
             session.traffic.count(sends)
-            return Exchange(session, pending, route, sends, recvs)
+            return Exchange(session, pending, sends, recvs)
         # the first wait carries this and what else was posted since the last round
+        route = self._route
         outgoing = route.numbered(sends)
         incoming = route.numbered(recvs)
-        pending = session.use(route, "posted messages", self.wire.post, outgoing, incoming, channel)
+        pending = session.use("posted messages", self.wire.post, outgoing, incoming, channel)
         session.traffic.count(sends)
         return Round(session, pending, route)
 
@@ -228,24 +228,22 @@ class Group:
             WeftError: `features.reduces` has it not; the same on every rank.
         """
         if (op, tensor.dtype) not in self.features.reduces:
-            carrier = f"wire {self.wire_name!r}" if self.wire_name else self.route
             able = sorted(f"{each} of {dtype}" for each, dtype in self.features.reduces)
             raise WeftError(
-                f"{carrier} reduces no {op} of {tensor.dtype} by itself among these ranks (what it "
-                f"reduces: {', '.join(able) or 'nothing'}): call weft.schedules.fast_all_reduce, "
-                "which reduces in posts where the wire does not"
+                f"{self.route} reduces no {op} of {tensor.dtype} by itself among these ranks (what "
+                f"it reduces: {', '.join(able) or 'nothing'}): call "
+                "weft.schedules.fast_all_reduce, which reduces in posts where the wire does not"
             )
         wire = self.wire
         assert isinstance(wire, Reducing)
         alias = tensor.detach()  # the caller may give its tensor other memory meanwhile
-        route = self._route
-        pending = self.session.use(route, "began a reduction", wire.all_reduce, alias, op)
-        return Round(self.session, pending, route)
+        pending = self.session.use("began a reduction", wire.all_reduce, alias, op)
+        return Round(self.session, pending, self._route)
 
     @functools.cached_property
     def _meetings(self) -> interface.Meeting | None:
         """The wire of openings, if its meetings are long enough for one."""
-        wire = self.session.openings.wire
+        wire = self.session.cpu.wire
         if wire.features.meets < interface.MEETS:
             return None
         assert isinstance(wire, interface.Meeting)  # too slow to be asked in each call
@@ -285,7 +283,7 @@ class Group:
             opens: as of `Awaited`.
         """
         session = self.session
-        route = session.openings
+        route = session.cpu
         peers = self.peers if to is None else to
         near = [peer for peer in peers if peer in self.near]
         far = [peer for peer in peers if peer not in self.near]
@@ -301,14 +299,14 @@ class Group:
             assert wire is not None  # else nobody is near
             ranks = [self._ranks[peer] for peer in near]
             everybody = [session.rank, *ranks]
-            meeting = session.use(route, "came to a meeting", wire.meet, message, everybody)
+            meeting = session.use("came to a meeting", wire.meet, message, everybody)
             told = [memoryview(message)] * len(near)
             if counted is not None:
                 told = [memoryview(message)[: counted[peer]] for peer in near]
             session.traffic.count([*zip(ranks, told, strict=True)])
         pending = InBothWays(meeting, messages)
         own = self.rank, message
-        return Telling(session, pending, route, own, [*near, *far], opens=opens)
+        return Telling(session, pending, own, [*near, *far], opens=opens)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
@@ -317,7 +315,7 @@ class Group:
         one uint8 tensor for each rank, in rank order: the bytes that it sent.
         """
         recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
-        over = self._over(self.session.openings)
+        over = self._over(self.session.cpu)
         pending = over.post([(peer, message) for peer in self.peers], recvs, SMALL)
         return WithOwn(pending, self.rank, message)
 
@@ -343,24 +341,14 @@ class Group:
         """Workspace that is best to send from: peers of this host read it where it lies.
 
         They do that in a wait. So a send from there may be complete only once its receiver waits.
-
-        Raises:
-            WireError: the wire, one of a program's own, raised.
         """
-        route = self._route
-        try:
-            return route.lease(nbytes)
-        except Exception as error:
-            if not route.registered:  # weft's own raise where there is no memory left: the caller's
-                raise
-            self.session.raise_for(error, route.registered, f"leased {nbytes} bytes")
+        return self._route.lease(nbytes)
 
     def on(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group:
         """This group, for tensors of a device; nothing is sent. It may be this group itself.
 
         Args:
-            device: of the tensors. Accelerators have wires of their own, and so have tensors of the
-                CPU, if `weft.init(wire=)` named a wire that works in rounds.
+            device: of the tensors. Accelerators have wires of their own.
             ranks: the ranks that take part in the call that this is for; None: all. They keep their
                 numbers. Where messages travel in rounds, these ranks have rounds of their own.
         """

@@ -1,8 +1,7 @@
-"""Ranks that share a store become a group: links first, then the wires, and who failed to come.
+"""Ranks that share a store become a group: links first, then the wire, and who failed to come.
 
-weft's traffic never mixes with the caller's: a group has sockets of its own (wire "tcp") or a
-process group of its own (wire "torch"), made from the store alone (never `new_group`, whose names
-and order the caller would have to keep). To add a wire, register it (`registry`).
+weft's traffic never mixes with the caller's: a group has sockets of its own, made from the store
+alone (never `new_group`, whose names and order the caller would have to keep).
 """
 
 from __future__ import annotations
@@ -10,30 +9,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from ..base import watch
-from ..base.arguments import LONGEST, wrong_timeout
-from ..base.errors import AbsentError, WeftError, WireError, there_are
+from ..base.arguments import LONGEST, in_words, wrong_timeout
+from ..base.errors import AbsentError, WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
-from ..failure.control import HELD_UP, Joined, NotJoinedError, join_links
+from ..failure.control import HELD_UP, Joined, join_links
 from ..failure.detector import Detector
 from ..failure.verdict import SAME_ORDER, in_the_job
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has, pauses
 from ..rendezvous.world import own_rank
-from ..wire.factory import Factory, Start, make_wire, seconds_left
 from ..wire.interface import Wire
-from ..wire.registry import is_own, own_wire, wire_alone, wire_names
-from . import choice
+from ..wire.start import Start, seconds_left
+from ..wire.tcp.wire import alone, make
 from .group import Group
 from .session import Session
 
@@ -50,7 +48,6 @@ def connect(
     timeout: float,
     *,
     name: str = "world",
-    wire: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     where: Where | None = None,
     global_ranks: Sequence[int] | None = None,
@@ -67,19 +64,14 @@ def connect(
         timeout: seconds that joining as a whole, and then any one wait, may last; more than
             `LONGEST` are as many.
         name: tells groups that are made at the same time apart.
-        wire: the name of what carries bytes, in this group and in those that are split off; the
-            same on every rank. None: the chosen one. One that is `lockstep` or `exact` carries
-            payloads alone, and "tcp" the openings, or what carries the control links.
-        process_group: torch's, that the group is made for; for wires that use it.
+        process_group: torch's, that the group is made for.
         where: asked for ranks that did not come. None: they can be nowhere but on their way.
         global_ranks: the ranks, by their numbers in the job; None: these are the same.
 
     Raises:
         WeftError: the rank is none of them, or the timeout no number of seconds; or, on every rank:
-            the ranks were asked for different wires, or for one that some rank does not know, or
-            some rank cannot have its end of the wire, or may not open as many files as its
-            connections are.
-        WireError: somebody did not come in time, or died.
+            some rank may not open as many files as its connections are, or cannot listen.
+        WireError: somebody did not come in time, or died, or cannot have its end of the wire.
 
     Example:
         >>> group = connect(dist.HashStore(), 0, 1, timeout=5.0)
@@ -98,7 +90,6 @@ def connect(
         ranks=range(size) if global_ranks is None else global_ranks,
         timeout=timeout,
         name=name,
-        wire=wire or choice.wire_name(),
         process_group=process_group,
         where=where,
     )
@@ -113,7 +104,7 @@ class _Joining:
         ranks: all of them, by their numbers in the job.
         deadline: when joining as a whole is over, by `time.monotonic`.
         look: that of `join_links`.
-        store, rank, timeout, name, wire, process_group, where: as for `connect`.
+        store, rank, timeout, name, process_group, where: as for `connect`.
     """
 
     store: dist.Store
@@ -121,7 +112,6 @@ class _Joining:
     ranks: Sequence[int]
     timeout: float
     name: str
-    wire: str
     process_group: dist.ProcessGroup | None
     where: Where | None
     look: Look = None
@@ -133,80 +123,72 @@ class _Joining:
 
     def session(self) -> Session:
         """This rank's end of a new session."""
-        factory: Factory | str
+        trouble = ""
+        slow = math.inf
         try:
-            factory = choice.factory_of(self.wire)
             slow = watch.chosen()
         except WeftError as error:
-            factory = str(error)  # which all ranks raise, once they have met
-        self.deadline = time.monotonic() + self.timeout  # not before: that may import a package
+            trouble = str(error)  # which all ranks raise, once they have met
+        self.deadline = time.monotonic() + self.timeout
         if self.size == 1:
-            return self._session_alone(factory)
-        space, joined = self._meet(factory)
-        assert not isinstance(factory, str)  # else every rank has raised that
+            return self._session_alone(trouble)
+        space, joined = self._meet(trouble)
         memory = Pool()
         detector = Detector(self.rank, self.timeout, joined.links, slow, global_ranks=self.ranks)
         start = Start(
             rank=self.rank,
             size=self.size,
-            device=torch.device("cpu"),
             timeout=seconds_left(self.deadline),
             host=joined.hosts[self.rank],
             exchange=functools.partial(detector.exchange, until=self.deadline),
             memory=memory,
-            process_group=self.process_group,
+            check=detector.check_peers,
             store=dist.PrefixStore("wire", space),
         )
         try:
             detector.start()
-            openings, payloads = _make_wires(
-                self.wire, factory, joined.carrier or "tcp", start, detector.early, self.deadline
-            )
+            wire = _made_by_all(start)
         except BaseException as error:
-            detector.close()
+            detector.close()  # which tells the others what this rank raised
             if isinstance(error, WireError):  # of one that has ended because of other news
                 self._look_for_news(error)
+            elif isinstance(error, OSError):
+                text = f"rank {self.rank}: it has no part in group {self.name!r}: {in_words(error)}"
+                raise WireError(text, rank=self.rank, culprit=self.rank) from error
             raise
-        registered = "" if is_own(factory) else self.wire  # errors need not name weft's own
-        session = Session(
-            openings,
+        return Session(
+            wire,
             self.timeout,
             joined.hosts,
             detector=detector,
             memory=memory,
-            join=functools.partial(_join_part, space, self.wire),
-            registered=registered if payloads is None else "",
+            join=functools.partial(_join_part, space),
             global_ranks=self.ranks,
         )
-        if payloads is not None:
-            session.carry_payloads(payloads, self.wire, registered)
-        return session
 
-    def _session_alone(self, factory: Factory | str) -> Session:
+    def _session_alone(self, trouble: str) -> Session:
         """The session of one rank, which opens nothing."""
-        if isinstance(factory, str):
-            raise WeftError(f"{own_rank()}{factory}")
+        if trouble:
+            raise WeftError(f"{own_rank()}{trouble}")
         memory = Pool()
         return Session(
-            wire_alone(memory),
+            alone(memory),
             self.timeout,
             [own_host()],
             detector=None,
             memory=memory,
-            join=functools.partial(_join_part, self.store, self.wire),
+            join=functools.partial(_join_part, self.store),
             global_ranks=self.ranks,
         )
 
-    def _meet(self, factory: Factory | str) -> tuple[dist.Store, Joined]:
+    def _meet(self, trouble: str) -> tuple[dist.Store, Joined]:
         """Meet the others at the store: the part of it that these ranks have, and the links."""
         space = None
         try:
             store = AnsweringStore(self.store, self.deadline)
             generation = store.add(f"weft/{self.name}/{self.rank}", 1)
             space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
-            joined = join_links(
-                space, self.rank, self.size, self.timeout, self.wire, factory, self.look
-            )
+            joined = join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
@@ -225,7 +207,7 @@ class _Joining:
                 self.look(lambda: gone)
 
     def _not_joined(self, error: Exception, space: dist.Store | None) -> WireError:
-        """What all ranks raise where the store, the sockets or gloo failed.
+        """What all ranks raise where the store or the sockets failed.
 
         `space` is None where the store has not even said how these ranks are called there.
         """
@@ -242,12 +224,9 @@ class _Joining:
         )
 
     def _why_not_joined(self, error: Exception) -> tuple[str, int | None]:
-        """What is said where the store, the sockets or gloo failed, and the rank to blame."""
+        """What is said where the store or the sockets failed, and the rank to blame."""
         remedy = "; see that all ranks were started and reach each other"
         late = time.monotonic() - self.deadline
-        if isinstance(error, NotJoinedError):  # it says itself what to do
-            why = str(error) if error.culprit is not None else f"it was not joined: {error}"
-            return why, error.culprit
         # where the store has failed, others had ended it; else a busy machine may be late
         store_is_there = isinstance(error, AbsentError | SilentStoreError)
         if late > (patient(HELD_UP) if store_is_there else HELD_UP):
@@ -298,9 +277,18 @@ class _Joining:
         return failure
 
 
-def _join_part(
-    space: dist.Store, wire: str, ranks: tuple[int, ...], name: str, parent: Session
-) -> Session:
+def _made_by_all(start: Start) -> Wire:
+    """This rank's wire, once all ranks have theirs."""
+    wire = make(start)
+    try:
+        start.exchange(b"made")
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+def _join_part(space: dist.Store, ranks: tuple[int, ...], name: str, parent: Session) -> Session:
     """A session of some of the ranks of a session, whose part of a store is `space`."""
     joining = _Joining(
         store=space,
@@ -308,57 +296,8 @@ def _join_part(
         ranks=[parent.global_ranks[rank] for rank in ranks],
         timeout=parent.timeout,
         name=name,
-        wire=wire,
         process_group=None,
         where=lambda absent: "",  # they may be in another split
         look=functools.partial(parent.check_on, ranks),
     )
     return joining.session()
-
-
-def _make_wires(
-    name: str,
-    factory: Factory,
-    beside: str,
-    start: Start,
-    early: Callable[[], list[bytes]],
-    deadline: float,
-) -> tuple[Wire, Wire | None]:
-    """Make a wire; what carries openings, and what carries payloads, if others do.
-
-    Args:
-        name: of the wire that was asked for.
-        factory: what makes it.
-        beside: the name of weft's own that carries openings where the first one cannot.
-        start: what the factories are given.
-        early: see `make_wire`.
-        deadline: when both have to be made.
-
-    Raises:
-        WeftError: some rank cannot have its end of one of them; the same on every rank.
-        WireError: somebody did not come in time, or died.
-    """
-    wire = _made_by_all(name, factory, start, early)
-    # features are equal on all ranks, so all of them make a second wire, or none does
-    if not wire.features.lockstep and not wire.features.exact:
-        return wire, None
-    store = None if start.store is None else dist.PrefixStore("openings", start.store)
-    start = replace(start, store=store, timeout=seconds_left(deadline))
-    try:
-        return _made_by_all(beside, own_wire(beside), start, early), wire
-    except BaseException:
-        wire.close()
-        raise
-
-
-def _made_by_all(
-    name: str, factory: Factory, start: Start, early: Callable[[], list[bytes]]
-) -> Wire:
-    """This rank's end of a wire; the arguments and errors are those of `_make_wires`."""
-    try:
-        return make_wire(name, factory, start, early)
-    except WeftError as error:
-        raise WeftError(
-            f"{error}; mend it there, or give all ranks another weft.init(wire=) or WEFT_WIRE; "
-            f"{there_are(wire_names())}"
-        ) from error.__cause__

@@ -52,13 +52,6 @@ class Pending(Awaited, abc.ABC):
             WireError: the deadline passed, or a peer or a link failed.
         """
 
-    def is_through(self) -> bool:
-        """Whether `wait` would return at once; no message moves. False: it is unknown.
-
-        Only for the thread that waits, which may do something else first.
-        """
-        return False
-
 
 class Posted(Pending):
     """What a wire of a session has under way.
@@ -68,16 +61,14 @@ class Posted(Pending):
     Attributes:
         session: whose wire it is.
         pending: what the wire gave for it.
-        wire_name: of the wire, for texts; "": it is one of weft's own.
         in_round: whether they are a round of more than two ranks: see `failure.detector.Wait`.
     """
 
     in_round = False
 
-    def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
+    def __init__(self, session: Session, pending: interface.Pending) -> None:
         self.session = session
         self.pending = pending
-        self.wire_name = route.registered
         self._received: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
@@ -89,11 +80,8 @@ class Posted(Pending):
         """Wait for the messages, for the first `wait`; what it returns."""
         return self.session.wait_for(self)
 
-    def is_through(self) -> bool:
-        return self.pending.done()
-
     def release(self) -> None:
-        self.session.release(self.pending, self.wire_name)
+        self.session.release(self.pending)
 
     @abc.abstractmethod
     def awaited(self) -> list[int]:
@@ -115,11 +103,10 @@ class Exchange(Posted):
         self,
         session: Session,
         pending: interface.Pending,
-        route: Route,
         sends: Sequence[Send],
         recvs: Sequence[Recv],
     ) -> None:
-        super().__init__(session, pending, route)
+        super().__init__(session, pending)
         self._sends = sends
         self._recvs = recvs
 
@@ -163,7 +150,7 @@ class Round(Posted):
     """
 
     def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
-        super().__init__(session, pending, route)
+        super().__init__(session, pending)
         self.in_round = len(route.ranks) > 2
         self._route = route
 
@@ -174,7 +161,7 @@ class Round(Posted):
             # begin a round may take until a peer has come.
             watcher.watch_round(self.pending, self.awaited(), self.session.worker.entered)
             self.session.streaming = True
-            return self.session.use(self._route, self.what(), self.pending.wait_stream)
+            return self.session.use(self.what(), self.pending.wait_stream)
         if len(self._route.ranks) == 1:  # without peers there is nothing to wait for
             return self.pending.wait()
         return super().receive()
@@ -189,7 +176,7 @@ class Round(Posted):
 
     def what(self) -> str:
         """What is waited for, as a clause of an error."""
-        return f"was in a round over {self._route.carrier or self._route.name}"
+        return f"was in a round over {self._route.carrier}"
 
 
 class Telling(Awaited):
@@ -198,7 +185,7 @@ class Telling(Awaited):
     Ranks have their numbers in the session here, as in `Posted`, but those of what is told.
 
     Attributes:
-        session, wire_name, in_round: as in `Posted`.
+        session, in_round: as in `Posted`.
         pending: what the wire has under way.
         opens: as in `Awaited`.
     """
@@ -209,7 +196,6 @@ class Telling(Awaited):
         self,
         session: Session,
         pending: InBothWays,
-        route: Route,
         own: tuple[int, bytearray],
         peers: Sequence[int],
         *,
@@ -217,7 +203,7 @@ class Telling(Awaited):
     ) -> None:
         """
         Args:
-            session, route: whose wire it is.
+            session: whose wire it is.
             pending: what the peers tell.
             own: this rank, and what it tells.
             peers: who tells something, in the order of what is received.
@@ -225,7 +211,6 @@ class Telling(Awaited):
         """
         self.session = session
         self.pending = pending
-        self.wire_name = route.registered
         self.opens = opens
         self._own = own
         self._peers = peers
@@ -256,7 +241,7 @@ class Telling(Awaited):
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
 
     def release(self) -> None:
-        self.session.release(self.pending, self.wire_name)
+        self.session.release(self.pending)
 
 
 class InBothWays:

@@ -137,7 +137,6 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
             timeout or _timeout_of(process_group),
             name=name,
             # a backend of weft's says itself how its ranks are joined
-            wire=getattr(process_group, "wire_name", None),
             process_group=process_group,
             where=None if name == "world" else functools.partial(_where, process_group),
             global_ranks=everyone,

@@ -1,10 +1,7 @@
 """The route of tensors: what carries those of one device between the ranks of a session.
 
-A session has a route for openings, on which every schedule runs, and lengths and index lists of
-unknown length travel. Most tensors of the CPU take it, too. Others have routes of their own:
-
-* tensors of the CPU, where `weft.init(wire=)` names a wire that works in rounds;
-* tensors of a device (`weft.wire.of_devices`).
+A session has a route for tensors of the CPU, and for whatever else ranks tell each other: openings,
+lengths. Tensors of a device have one of their own (`weft.wire.of_devices`).
 """
 
 from __future__ import annotations
@@ -27,12 +24,11 @@ class Route:
     Attributes:
         wire: what carries the tensors.
         carrier: the name of the wire, for people: "nccl"; "" is that of the CPU.
-        registered: the name by which a program or a package registered the wire; "": it is one of
-            weft's own.
         memory: where workspaces are leased from, if not from the wire.
         watcher: of what streams wait for; None: the host waits.
         ranks: the ranks on it, by their numbers in the session, in the order of the wire's numbers.
         name: of the device and the wire, for fingerprints: "cpu", "cuda (nccl)".
+        refusal: why nobody carries these tensors; None: the wire does.
     """
 
     def __init__(
@@ -42,12 +38,12 @@ class Route:
         memory: Pool,
         watcher: Watcher | None = None,
         ranks: Sequence[int] | None = None,
-        registered: str = "",
+        refusal: str | None = None,
     ) -> None:
         """`ranks`: None: all of the session."""
         self.wire = wire
         self.carrier = carrier
-        self.registered = registered
+        self.refusal = refusal
         self.memory = memory
         self.watcher = watcher
         self.ranks = range(wire.size) if ranks is None else ranks
@@ -72,9 +68,7 @@ class Route:
         if ascending not in whole._narrow:
             assert isinstance(whole.wire, Rounds)
             wire = whole.wire.among(ascending)
-            narrow = Route(
-                wire, whole.carrier, whole.memory, whole.watcher, ascending, whole.registered
-            )
+            narrow = Route(wire, whole.carrier, whole.memory, whole.watcher, ascending)
             narrow._whole = weakref.ref(whole)  # strongly, the two would keep each other
             whole._narrow.setdefault(ascending, narrow)
         return whole._narrow[ascending]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..base._torch import keep
 from ..base.arguments import LONGEST
 from ..base.devices import Streams, is_host
-from ..base.errors import WireError
+from ..base.errors import WeftError, WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
 from ..failure.verdict import Entered, Verdict, in_the_job, on_leaver, who_answers
@@ -40,7 +40,7 @@ from ..records.traffic import Traffic
 from ..rendezvous.machine import host_name
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
-from ..wire.of_devices import wire_of_device
+from ..wire.of_devices import Refusing, refusal, wire_of_device
 from .route import Route
 from .watcher import Watcher
 from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
@@ -92,8 +92,7 @@ class Session:
         process_group: returns the process group of torch's that the session stands for, or None.
         traffic: what was sent so far.
         streams: in which this rank computes on accelerators.
-        openings: the route on which every schedule runs, and whatever is no payload travels.
-        payloads: the route of tensors of the CPU: the same, unless they have one of their own.
+        cpu: the route of tensors of the CPU, and of whatever else ranks tell each other.
         devices: the routes of tensors of those devices that there were tensors of.
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
@@ -115,11 +114,10 @@ class Session:
         join: Join,
         global_ranks: Sequence[int],
         machine: str | None = None,
-        registered: str = "",
     ) -> None:
         """
         Args:
-            wire: of the CPU, neither `exact` nor `lockstep`; it is closed with the session.
+            wire: of the CPU; it is closed with the session.
             timeout: seconds that any one wait may last.
             hosts: for each rank the name of its host.
             detector: beside the wires; it is closed with the session. None: there are no peers.
@@ -128,8 +126,6 @@ class Session:
                 session that they are in.
             global_ranks: the ranks, by their numbers in the job.
             machine: the name of this rank's machine; None: of that which it runs on.
-            registered: the name by which a program or a package registered the wire; "": it is one
-                of weft's own.
         """
         self.rank = wire.rank
         self.size = wire.size
@@ -141,8 +137,7 @@ class Session:
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
-        self.openings = Route(wire, "", memory, registered=registered)
-        self.payloads = self.openings
+        self.cpu = Route(wire, "", memory)
         self.devices: dict[torch.device, Route] = {}
         self.streaming = False
         # weakly: they have the session, which then would not end with the last of them
@@ -157,8 +152,7 @@ class Session:
         self.line: Session | None = None
         self._lock = threading.Lock()  # held while the route of a device is made
         self.worker = Worker(self)
-        self._wires = Wires(wire.rank)
-        self._wires.add(wire, registered)
+        self._wires = Wires(wire.rank, wire)
         self.detector = detector
         if detector is not None:
             detector.progress = weakref.WeakMethod(self._progress)
@@ -172,7 +166,7 @@ class Session:
     def route_for(self, device: torch.device) -> Route:
         """The route of tensors of a device; the first call for an accelerator makes it."""
         if is_host(device):
-            return self.payloads
+            return self.cpu
         route = self.devices.get(device)
         if route is None:
             with self._lock:
@@ -180,10 +174,18 @@ class Session:
         return route
 
     def _make_route(self, device: torch.device) -> Route:
-        wire, carrier = wire_of_device(self.process_group(), self.openings.wire, device)
-        return self.carry_device(wire, carrier)
+        process_group = self.process_group()
+        found = wire_of_device(process_group, self.rank, self.size, device)
+        if found is not None:
+            return self.carry_device(*found)
+        text = refusal(process_group, device)
+        wire = Refusing(self.rank, self.size, device, text)
+        alone = self.size == 1  # which needs nobody
+        route = Route(wire, "nobody", Pool(device=device), refusal=None if alone else text)
+        self.devices[device] = route
+        return route
 
-    def carry_device(self, wire: interface.Wire, carrier: str) -> Route:
+    def carry_device(self, wire: interface.Rounds, carrier: str) -> Route:
         """Have a wire of these ranks carry tensors of its device; it is closed with the session.
 
         Args:
@@ -195,48 +197,31 @@ class Session:
             watcher = Watcher(self, wire.device, f"a round over {carrier}")
             if wire.device.type == "cuda":
                 warn_of_one_queue(self.rank)
-        self._look_after(wire, "", of_device=True)
+        self._wires.add(wire)
+        if self.detector is not None and self.detector.verdict is not None:  # it is there already
+            self._wires.abort(self.detector.verdict)
         route = Route(wire, carrier, Pool(device=wire.device), watcher)
         self.devices[wire.device] = route
         return route
 
-    def carry_payloads(self, wire: interface.Wire, carrier: str, registered: str = "") -> None:
-        """Have a wire of these ranks carry tensors of the CPU; it is closed with the session.
-
-        Openings and lengths stay where they are: such a wire may be `exact` or `lockstep`.
-
-        Args:
-            wire: of the CPU.
-            carrier: its name.
-            registered: the same name, if the wire is none of weft's own.
-        """
-        self._look_after(wire, registered)
-        self.payloads = Route(wire, carrier, self.openings.memory, registered=registered)
-
-    def _look_after(
-        self, wire: interface.Wire, registered: str, *, of_device: bool = False
-    ) -> None:
-        """Have a verdict abort a wire, also one that is there already."""
-        self._wires.add(wire, registered, of_device=of_device)
-        if self.detector is not None and self.detector.verdict is not None:
-            self._wires.abort(self.detector.verdict)
-
-    def use(self, route: Route, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
+    def use(self, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
         """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.
 
         Args:
-            route: that of the wire.
             doing: what this rank does, as a clause of an error: "posted messages".
             wire_call, args: the call.
 
         Raises:
             WireError: the session is broken, or breaks here.
+            WeftError: nobody carries such tensors; nothing was sent.
         """
         self.check()
         try:
             return wire_call(*args)
+        except WeftError:
+            raise
         except BaseException as error:
-            self.raise_for(error, route.registered, doing)
+            self.raise_for(error, doing)
 
     def wait_for(self, wait: Waited[T]) -> list[T]:
         """Wait for messages, without a limit: at the deadline the detector aborts the wires.
@@ -255,13 +240,13 @@ class Session:
             # deadline at the latest; or by the handler of a signal that raises
             return wait.pending.wait()
         except BaseException as error:
-            self.raise_for(error, wait.wire_name, wait.what(), wait)
+            self.raise_for(error, wait.what(), wait)
         finally:
             detector.end()
             self.traffic.waited += time.monotonic() - began
 
-    def release(self, received: Received, wire_name: str) -> None:
-        """Give back what a wire had received; `wire_name` is that of the wire, for texts.
+    def release(self, received: Received) -> None:
+        """Give back what a wire had received.
 
         Raises:
             WireError: the session breaks here.
@@ -269,7 +254,7 @@ class Session:
         try:
             received.release()
         except Exception as error:
-            self.raise_for(error, wire_name, "released what it had received")
+            self.raise_for(error, "released what it had received")
 
     def set_timeout(self, seconds: float) -> None:
         """Change what any one wait may last, of those that begin from now on."""
@@ -375,7 +360,7 @@ class Session:
         while self.devices:
             self.devices.popitem()[1].end_watch()
         self._wires.close_those_of_devices()
-        self.openings.memory.drain()
+        self.cpu.memory.drain()
 
     def abort(self, reason: str) -> None:
         """Break the session, telling every peer that this rank did it; waits for nobody."""
@@ -421,7 +406,7 @@ class Session:
             self.detector.history = history
 
     def raise_for(
-        self, error: BaseException, wire_name: str, doing: str, wait: Waited[Any] | None = None
+        self, error: BaseException, doing: str, wait: Waited[Any] | None = None
     ) -> NoReturn:
         """Break the session for what a use of a wire raised, and raise what the caller gets.
 
@@ -430,19 +415,18 @@ class Session:
 
         Args:
             error: what was raised, and is handled now.
-            wire_name: of the wire, for texts; "": it is one of weft's own.
             doing: what this rank did, as a clause of the error.
             wait: if it waited.
         """
         if isinstance(error, WireFailed):
             where = self._while(doing, wait)
-            raise self._break(self._verdict_on(error.failure, wire_name, wait), where) from None
+            raise self._break(self._verdict_on(error.failure, wait), where) from None
         if is_of_a_signal(error):
             self._interrupted(error)
             raise error
         assert isinstance(error, Exception)
         where = self._while(doing, wait)
-        raise self._break(self._verdict_on_exception(error, wire_name), where) from error
+        raise self._break(self._verdict_on_exception(error), where) from error
 
     def _while(self, doing: str, wait: Waited[Any] | None) -> str:
         """What this rank did as a wire failed, as the end of an error.
@@ -462,7 +446,7 @@ class Session:
             text += f", past the timeout of {self.timeout:g} s"
         return text
 
-    def _verdict_on(self, failure: Failure, wire_name: str, wait: Waited[Any] | None) -> Verdict:
+    def _verdict_on(self, failure: Failure, wait: Waited[Any] | None) -> Verdict:
         """The verdict behind a failure of a wire, which this may take a second to find."""
         detector = self.detector
         assert detector is not None  # without peers nothing fails
@@ -470,24 +454,24 @@ class Session:
             return detector.verdict
         if failure.kind == "lost":
             return detector.explain(failure.peer, failure.text, wait)
-        verdict = verdict_on(failure, self.rank, wire_name)
+        verdict = verdict_on(failure, self.rank)
         if failure.circle:
             return detector.explain_circle(failure.circle, verdict)
         return detector.settle(verdict)
 
-    def _verdict_on_exception(self, error: Exception, wire_name: str) -> Verdict:
+    def _verdict_on_exception(self, error: Exception) -> Verdict:
         """The verdict on a wire that raised what none may raise, unless others know of more."""
         verdict = None if self.detector is None else self.detector.news()
-        return verdict or self._settle(verdict_on_exception(error, self.rank, wire_name))
+        return verdict or self._settle(verdict_on_exception(error, self.rank))
 
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
         self._lock = threading.Lock()  # another thread may have held that one
         self.worker.after_fork()
-        with contextlib.ExitStack() as stack:  # also where the close of a program's own wire raises
+        with contextlib.ExitStack() as stack:  # also where a close raises
             # what the child kept open would hide the death of this process's parent from peers
-            stack.callback(self._wires.close_those_of_hosts)
+            stack.callback(self._wires.close_that_of_the_host)
             stack.callback(self._wires.close_those_of_devices)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
@@ -570,7 +554,7 @@ def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
 def _leave(detector: Detector | None, wires: Wires) -> None:
     """Say bye to all and let go of everything but the devices."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        stack.callback(wires.close_those_of_hosts)
+        stack.callback(wires.close_that_of_the_host)
         if detector is not None:
             stack.callback(detector.close)  # first
 

@@ -29,7 +29,7 @@ does not.
 
 Which of them serves on the host is decided once in a process, at `weft.init` or by the first call
 (`jit`): machine code, or torch operations for all of it, where Numba is missing or fails, or where
-the environment says `WEFT_KERNELS=reference` or `WEFT_SAFE=1`. `describe` says which.
+the environment says `WEFT_KERNELS=reference`. `describe` says which.
 
 Callers have checked their arguments (`Op.refuses` for dtypes); here only that is checked again
 which would read or write memory of others. No kernel is differentiable.

@@ -118,7 +118,9 @@ class Call:
                 asks = records and x.requires_grad
                 statement = Operand(shape, asks, records, payload_of(x, self.ranks))
                 dtype = own if x.numel() else None
-                device = self.group.on(x.device).route
+                over = self.group.on(x.device)
+                device = over.route
+                error = over.refusal
         fields: dict[str, object] = {
             "partition": self.spec.grids,
             "arguments": self.spec.arguments,

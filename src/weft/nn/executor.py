@@ -11,8 +11,8 @@ Plans that are well-known collectives have schedules of their own:
 * all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB where there is no
   chain, if the root has an addend; so no rank receives as much as all others have.
 
-Over a wire in rounds (`lockstep`) there is no chain. Whatever else moves goes in one round, in
-which all ranks of the call take part, also those that neither send nor receive.
+On an accelerator messages travel in rounds (`lockstep`), and there is no chain. Whatever else moves
+goes in one round, in which all ranks of the call take part, also those that send and receive none.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
         group: of the group, for tensors where that is.
     """
     is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, x.dtype) > DIRECT
-    has_chain = on_host(x) and not group.features.lockstep
+    has_chain = on_host(x)
     everyone_adds = plan.hint == "sum_reduce" and {*plan.have.shapes} == {*plan.ranks}
     if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):
         wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums

@@ -360,7 +360,7 @@ class Mpi:
 
     def open(self, launch: Launch, deadline: float) -> Rendezvous:
         try:
-            world = mpi.start_mpi(_left(deadline))
+            world = mpi.world()
         except WeftError as error:
             raise WeftError(
                 f"rank {launch.rank}: mpirun started ranks on several hosts and does not tell "
@@ -375,9 +375,9 @@ class Mpi:
             )
         if launch.rank == 0:
             made, port = host(_address())
-            world.broadcast(f"{made.host} {port}", _left(deadline))
+            mpi.broadcast(world, f"{made.host} {port}", _left(deadline))
             return Rendezvous(dist.PrefixStore("", made), self.where, hosts=True)
-        name, number = world.broadcast("", _left(deadline)).split()
+        name, number = mpi.broadcast(world, "", _left(deadline)).split()
         where = f"{name} port {number} (mpirun -x WEFT_INTERFACE=... names another interface)"
         return Rendezvous(
             Tcp(name, int(number), where).join(launch.rank, _left(deadline)), self.where

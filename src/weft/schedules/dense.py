@@ -76,7 +76,7 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     if tensor.nbytes <= SMALL and on_host(tensor):
         return _Whole(group, tensor, op).start()
     grid = grid_of(group) if on_host(tensor) else None
-    if grid is None or group.features.lockstep:  # in rounds all ranks take part
+    if grid is None:
         return _Parts(group, tensor, op, grid).start()
     across = group.subset(grid.column(group.rank))
     return _Parts(group.subset(grid.row), tensor, op, across=across).start()

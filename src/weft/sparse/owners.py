@@ -231,7 +231,7 @@ class SparseReduceScatter:
         """
         start: int = part.start
         stop: int = part.stop
-        if self._call.sizes.lengths_known or not self._rows.at_hand:
+        if self._call.sizes.staying or not self._rows.at_hand:
             return start
         step = self._incoming.chunk_rows
         quarter = step * -(-(stop - start) // (4 * step))

@@ -5,7 +5,7 @@ and whether index lists are packed; neither changes the bits of a result.
 
 Each rank states in the opening of a call the best rate that its calls reached so far. The least
 that ranks state counts for that call: so all ranks have chunks of one length. Before that it is a
-guess: what `WEFT_LINK` says, else what the wire does (`Features.between`), else `GUESS`.
+guess: what `WEFT_LINK` says, else `GUESS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RATE = "rate of the link"  # of a group's state
 
 def stated(group: Group) -> int:
     """The rate that this rank states in the opening of a call."""
-    return group.state.get(_RATE) or _guessed(group)
+    return group.state.get(_RATE) or _guessed()
 
 
 def learn(group: Group, sizes: Sizes, union: int, seconds: float) -> None:
@@ -77,13 +77,11 @@ def suited(sizes: Sizes, group: Group, rate: int, *, staying: bool) -> Sizes:
         sizes: of the call.
         group: over which the rows go.
         rate: the least that ranks have stated.
-        staying: whether rows are on an accelerator. Then, or if the wire is in rounds or `exact`,
-            lists and values are sent in one message each, unpacked.
+        staying: whether rows are on an accelerator. Then lists and values are sent in one message
+            each, unpacked.
     """
-    features = group.features
-    lengths_known = features.lockstep or features.exact
-    sizes = sizes.but(hosts=hosts_of(group), staying=staying, lengths_known=lengths_known)
-    return sizes.but(chunk=_WHOLE, gaps=False) if sizes.at_once else fitted(sizes, rate)
+    sizes = sizes.but(hosts=hosts_of(group), staying=staying)
+    return sizes.but(chunk=_WHOLE, gaps=False) if staying else fitted(sizes, rate)
 
 
 def fitted(sizes: Sizes, rate: int) -> Sizes:
@@ -95,13 +93,10 @@ def fitted(sizes: Sizes, rate: int) -> Sizes:
     return sizes.but(chunk=min(max(smallest, 1 << rate + _CHUNK), largest), gaps=rate < _PACKED)
 
 
-def _guessed(group: Group) -> int:
+def _guessed() -> int:
     """The rate before any call was large enough."""
     text = os.environ.get("WEFT_LINK")
-    if text is not None:
-        return parse(text)
-    between = group.features.between
-    return GUESS if between is None else rate_of(between)
+    return GUESS if text is None else parse(text)
 
 
 def parse(text: str) -> int:

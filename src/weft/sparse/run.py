@@ -102,7 +102,8 @@ def begin(
         header = _header(group, over, request, own, eager=may_be_eager)
         # who has no rows may have to learn from others where they are (`request_of_listener`)
         fields = {"device": over.route, **request.fields}
-        with opened(group, name, fields, request.error, header.pack(), combined) as opening:
+        error = request.error or over.refusal
+        with opened(group, name, fields, error, header.pack(), combined) as opening:
             # from here on every rank knows the same of the call
             request = _informed(request, opening)
             known = header if is_direct(group) and header.total else None

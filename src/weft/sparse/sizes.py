@@ -35,10 +35,9 @@ class Sizes:
         places: indices lie below this.
         chunk: bytes of values sent at a time.
         gaps: index lists are written as gaps, in few bits.
-        staying: rows are on an accelerator, whose values the host does not read.
-        lengths_known: both ends know the length of each message before they post it, since the wire
-            is in rounds or `exact`. The same schedules run on both: every rank takes part in every
-            round.
+        staying: rows are on an accelerator, whose values the host does not read. Messages travel in
+            rounds there: both ends know the length of each before they post it, all that is known
+            is sent together, and every rank takes part in every round.
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         hosts: which ranks share a host; None is one host for each.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
@@ -57,7 +56,6 @@ class Sizes:
     chunk: int = 1 << 18
     gaps: bool = False
     staying: bool = False
-    lengths_known: bool = False
     in_order: bool = False
     hosts: Hosts | None = None
     summed: bool = False
@@ -104,12 +102,6 @@ class Sizes:
         """Bytes of workspace that a call may use beside its result, if the rule chooses."""
         return 3 * self.fewest * (self.row + self.index) + _SPARE
 
-    @property
-    def at_once(self) -> bool:
-        """Whether all that is known is sent together: over wires in rounds or `exact`, and on
-        accelerators."""
-        return self.lengths_known or self.staying
-
     def sends_directly(self, nbytes: float) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
 
@@ -119,7 +111,7 @@ class Sizes:
         Args:
             nbytes: of each rank, on average; the same number on every rank.
         """
-        return self.at_once or self.on_one_host or (self.ranks - 1) * nbytes < _FEW
+        return self.staying or self.on_one_host or (self.ranks - 1) * nbytes < _FEW
 
     # hosts
 

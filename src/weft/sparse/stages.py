@@ -129,8 +129,6 @@ def _are_near(sizes: Sizes) -> bool:
 
 def _chunk_on_hosts(sizes: Sizes) -> int:
     """Bytes of values sent at a time where blocks are hosts, and their stages overlap."""
-    if sizes.lengths_known:  # messages are whole
-        return sizes.chunk
     sums = min(sizes.total, sizes.places) // places_in(sizes.blocks) * sizes.row
     nearest = 1 << (sums // _OVERLAP).bit_length()
     return min(sizes.chunk, max(_SMALLEST, nearest))

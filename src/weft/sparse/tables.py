@@ -357,6 +357,7 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     over = group.on(requests[0].rows.values.device)
     if not on_host(requests[0].rows.values) and error is None:
         error = _surveyed(requests)
+    error = error or over.refusal
     requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     mine = np.zeros(len(requests) if error is None else 0, _TABLE)

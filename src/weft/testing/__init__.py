@@ -14,11 +14,10 @@ def test_sum_of_ranks(group):
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
 one process, and `check_algorithm` tries an algorithm of your own against it. `gloo_of_one_thread`
 is a backend of torch.distributed to compare with, which does not corrupt memory where torch's own
-may. `check_wire` tries whether a wire of your own does what `weft.wire.Wire` says, on ranks that
+may. `check_wire` tries whether a wire does what `weft.wire.interface.Wire` says, on ranks that
 `ranks_as_processes` or `ranks_as_threads` starts; `make_wires` makes all wires of a group in one
-process. `round_wire` is a wire that carries messages of the CPU in rounds, as an accelerator's
-group does, so that what runs there can be tried. `WireContract` has the clauses of `check_wire` as
-a class of pytest's. All but it and `spmd` work without pytest.
+process. `WireContract` has the clauses of `check_wire` as a class of pytest's. All but it and
+`spmd` work without pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from .clauses import Outcome
 from .oracle import expected
 from .processes import processes
 from .reference import gloo_of_one_thread
-from .rounds import round_wire
 from .spmd import run, spmd
 from .wire_processes import ranks_as_processes
 from .wires import check_wire, make_wires, ranks_as_threads
@@ -51,7 +49,6 @@ __all__ = [
     "processes",
     "ranks_as_processes",
     "ranks_as_threads",
-    "round_wire",
     "run",
     "send",
     "spmd",

@@ -39,7 +39,7 @@ class CheckedRounds:
         self.rank = self.ranks.index(below.rank)
         self.size = len(self.ranks)
         self.device = below.device
-        self.features = Features(exact=True, lockstep=True)
+        self.features = Features(lockstep=True)
         self.queued: list[CheckedPending] = []
         self._closed: Failure | None = None
 
@@ -66,6 +66,10 @@ class CheckedRounds:
 
     def close(self) -> None:
         self._closed = Failure("aborted", None, f"rank {self.rank} has closed its wire")
+
+    def drop(self) -> None:
+        """As `Rounds` has it."""
+        self.close()
 
     def check(self) -> None:
         """Raise WireFailed if the wire has failed."""

@@ -39,9 +39,9 @@ from .pace import ANSWER, START
 from .threads import outcome_on
 
 _AFTERMATH = 5.0  # seconds that the other ranks have to notice that one died
-_KEPT = 3  # groups: of one over gloo a thread in each member wakes a hundred times a second
+_KEPT = 3  # groups
 
-_Key = tuple[str, int, float]  # what groups are kept by: wire, size, timeout
+_Key = tuple[int, float]  # what groups are kept by: size, timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def on_pool(
             end_pool()
         _pool = _pool or _Pool()
         try:
-            outcomes = _pool.run(key[1], job, limit)
+            outcomes = _pool.run(key[0], job, limit)
         except BaseException:  # interrupted: later runs must not read the members' late answers
             end_pool()
             raise
@@ -305,9 +305,9 @@ def _connected(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Group:
     for name in [each for each in groups if each not in job.kept]:
         groups.pop(name).close()
     if job.group not in groups:
-        kind, size, timeout = job.key
+        size, timeout = job.key
         # the limit is of waits: on a busy machine ranks may take longer to meet
-        group = connect(store, job.rank, size, START, name=job.group, wire=kind)
+        group = connect(store, job.rank, size, START, name=job.group)
         group.set_timeout(timeout)
         groups[job.group] = group
     return groups[job.group]

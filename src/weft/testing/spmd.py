@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +18,7 @@ TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the m
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
-_KINDS = ("threads", "device", "rounds", "processes", "torch")
+_KINDS = ("threads", "device", "processes")
 
 
 def run(
@@ -39,14 +37,11 @@ def run(
 
     Args:
         size: the number of ranks.
-        body: the program of one rank. On "processes" and "torch" it must be a function at the top
-            of a module, and its arguments and results are pickled.
+        body: the program of one rank. On "processes" it must be a function at the top of a module,
+            and its arguments and results are pickled.
         on: what the ranks are. "threads": threads of this process. "device": threads, but weft
-            treats CPU tensors as it treats those on an accelerator. "rounds": threads, between
-            which tensors travel in rounds, as over a wire that is `lockstep`. "processes":
-            processes, which are kept for later runs, over the wire that WEFT_WIRE names, else TCP:
-            so tests run over a wire of one's own. "torch": the same processes, with a group over a
-            process group of torch's (`weft.init(wire="torch")`).
+            treats CPU tensors as it treats those on an accelerator. "processes": processes, which
+            are kept for later runs.
         timeout: seconds that any one wait may last.
         limit: seconds that the whole body may take. Ranks that have not ended then are reported as
             hanging, with their stacks. None: 120, up to four times as many on a busy machine.
@@ -65,27 +60,25 @@ def run(
     if on not in _KINDS:
         raise WeftError(f"ranks run on {' or '.join(_KINDS)}, not on {on!r}")
     most = patient(LIMIT) if limit is None else limit
-    if on in ("processes", "torch"):
+    if on == "processes":
         from .pool import on_pool  # here: most uses need no processes
 
-        wire = "torch" if on == "torch" else os.environ.get("WEFT_WIRE") or "tcp"
-        return results(on_pool((wire, size, timeout), body, args, kwargs, limit=most), on)
+        return results(on_pool((size, timeout), body, args, kwargs, limit=most), on)
     with as_device() if on == "device" else nullcontext():
-        groups = group(size, timeout, device=on == "device", lockstep=on == "rounds")
+        groups = group(size, timeout, device=on == "device")
         return results(on_groups(groups, body, args, kwargs, limit=most), on)
 
 
 def spmd(
     *sizes: int,
-    on: Sequence[str] = ("threads", "processes", "torch"),
+    on: Sequence[str] = ("threads", "processes"),
     timeout: float = TIMEOUT,
     limit: float | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Make a pytest test of the program of one rank; pytest runs it at each size, on each of `on`.
 
     The first parameter of the body is `group`. Its other parameters are fixtures and parameters of
-    pytest's, as in any test. Every rank gets the same values, which are pickled for "processes" and
-    "torch".
+    pytest's, as in any test. Every rank gets the same values, which are pickled for "processes".
 
     Args:
         sizes: numbers of ranks.
@@ -101,8 +94,7 @@ def spmd(
         ...
     ```
     The tests are named `test_everybody_gets_the_same[sum-threads-4]` and so on, so `-k processes`
-    runs those on processes. On "torch" a test runs at one of the sizes 1, 2 and 4 only, which
-    follows from its name; not at all, if it has none of these.
+    runs those on processes.
     """
     import pytest  # here: everything else in this package works without
 
@@ -126,18 +118,8 @@ def spmd(
         test.__dict__["__signature__"] = signature.replace(
             parameters=[world, *rest], return_annotation=None
         )
-        worlds = [
-            pytest.param((kind, size), id=f"{kind}-{size}")
-            for kind in on
-            for size in (_sample(sizes, body.__qualname__) if kind == "torch" else sizes)
-        ]
+        worlds = [pytest.param((kind, size), id=f"{kind}-{size}") for kind in on for size in sizes]
         marked: Callable[..., None] = pytest.mark.parametrize("world", worlds)(test)
         return marked
 
     return decorate
-
-
-def _sample(sizes: Sequence[int], name: str) -> list[int]:
-    """One of the sizes 1, 2 and 4 that the test has, chosen by its name; or none."""
-    able = [size for size in sizes if size in (1, 2, 4)]
-    return [able[zlib.crc32(name.encode()) % len(able)]] if able else []

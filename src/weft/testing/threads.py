@@ -31,7 +31,6 @@ def group(
     *,
     hosts: Sequence[str] | None = None,
     device: bool = False,
-    lockstep: bool = False,
 ) -> list[Group]:
     """The group of each of `size` ranks, to be used by one thread each.
 
@@ -41,7 +40,6 @@ def group(
             told at once.
         hosts: the name of each rank's machine, for code that treats those of one host alike.
         device: tensors of the CPU, `as_device`, go in rounds, which are checked (`CheckedRounds`).
-        lockstep: tensors of the CPU go in such rounds, as they are.
 
     Raises:
         WeftError: there are no ranks, not one host for each, or `timeout` is no number of seconds.
@@ -62,9 +60,7 @@ def group(
     sessions = crew.sessions()
     for each in sessions:
         if device:
-            each.carry_device(CheckedRounds(each.openings.wire), "checked")
-        if lockstep:
-            each.carry_payloads(CheckedRounds(each.openings.wire), "checked")
+            each.carry_device(CheckedRounds(each.cpu.wire), "checked")
     return [Group(each) for each in sessions]
 
 

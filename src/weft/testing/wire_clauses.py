@@ -587,7 +587,7 @@ def empty(wire: Wire, soon: float) -> None:
     pending.release()
 
 
-@_clause(2, unless=("exact",), threads=(8,))
+@_clause(2, unless=("lockstep",), threads=(8,))
 def sized(wire: Wire, soon: float) -> None:
     """a receive by size returns as many bytes as came: none, some, or all that it takes."""
     peer, most = _partner(wire), 200_000
@@ -604,7 +604,7 @@ def sized(wire: Wire, soon: float) -> None:
     pending.release()
 
 
-@_clause(2, unless=("exact", "lockstep"))
+@_clause(2, unless=("lockstep",))
 def wrong_length(wire: Wire, soon: float) -> None:
     """a message of another length than its tensor fails the wire, and names the sender."""
     if wire.rank == 0:
@@ -616,7 +616,7 @@ def wrong_length(wire: Wire, soon: float) -> None:
     assert failure is not None and failure.peer == 0
 
 
-@_clause(2, unless=("exact", "lockstep"))
+@_clause(2, unless=("lockstep",))
 def too_long(wire: Wire, soon: float) -> None:
     """so does a message that is longer than a receive by size."""
     if wire.rank == 0:
@@ -626,7 +626,7 @@ def too_long(wire: Wire, soon: float) -> None:
     _failure_of(wire.post((), [(0, 299)]).wait, "garbled", 0, soon)
 
 
-@_clause(2, unless=("exact", "lockstep"))
+@_clause(2, unless=("lockstep",))
 def short(wire: Wire, soon: float) -> None:
     """a short message in a long receive leaves nothing behind: a long one after it may be early."""
     if wire.rank == 0:
@@ -1092,7 +1092,7 @@ def reduces(wire: Wire, soon: float) -> None:
 def huge(wire: Wire, soon: float) -> None:
     """a message may be longer than 2 GiB, into a tensor and by size."""
     places = (0, HUGE // 2, HUGE - 4097, HUGE - 4096, HUGE - 1)  # bytes that are looked at
-    limit = HUGE if wire.features.exact else HUGE + 1
+    limit = HUGE if wire.features.lockstep else HUGE + 1
     for is_sized in (False, True):
         if wire.rank == 0:
             data = _bytes(HUGE, 3)
@@ -1112,7 +1112,7 @@ def huge(wire: Wire, soon: float) -> None:
         wire.post([(0, _number(1))]).wait(soon)
 
 
-@_clause(2, unless=("exact", "lockstep"))
+@_clause(2, unless=("lockstep",))
 def wrong_and_early(wire: Wire, soon: float) -> None:
     """a message of another length than was asked for is told of as such also if it came early."""
     if wire.rank == 0:

@@ -1,7 +1,7 @@
 """Ranks as processes that may die, on any wire: what `check_wire` runs its clauses on.
 
 Each run starts new processes (`bootstrap.local`), since a clause may kill them. A rank makes its
-wire as in a group, by `make_wire`, whose messages go through the process that started the ranks.
+wire as in a group, and what it exchanges meanwhile goes through the process that started the ranks.
 That process sees who dies and who raises, asks those that hang where they are, and leaves nothing
 behind.
 """
@@ -21,20 +21,18 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
-
 from ..base.errors import WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
 from ..bootstrap.local import Rank, end, folder_of, pump, receive, send
 from ..bootstrap.outcome import Outcome, place, results
 from ..rendezvous import places as rendezvous
-from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Wire
-from ..wire.registry import wire_named
+from ..wire.start import Start
 from .clauses import stated
 from .held import Held
 from .pace import ANSWER, START
+from .wires import Factory
 
 _AFTERMATH = 10.0  # seconds that the other ranks have to end, once one has failed
 _LEAVING = 5.0  # seconds in which a process ends, once its program has a result
@@ -44,27 +42,22 @@ _WHERE = None  # the question to a rank that hangs; anything else is of an excha
 
 
 def ranks_as_processes(
-    wire: str | Factory, *, limit: float = 60.0, apart: bool = False
+    factory: Factory, *, limit: float = 60.0, apart: bool = False
 ) -> ProcessRanks:
     """Make a `Run` whose ranks are processes, new ones for each run.
 
     Args:
-        wire: the name of a registered wire, or its factory, a function at the top of a module.
+        factory: makes a rank's wire, a function at the top of a module.
         limit: seconds that a run may take, on an idle machine; up to four times as many on a busy
             one. Then it fails, and the error says where the ranks were.
         apart: tell each rank that it has a machine of its own (`Start.host`), for wires that do
             otherwise within one.
 
-    Raises:
-        WeftError: no wire has this name; the text lists the names there are.
-
     ```python
-    check_wire(ranks_as_processes("streams"))
+    check_wire(ranks_as_processes(make))
     ```
     """
-    if isinstance(wire, str):
-        return ProcessRanks(wire, wire_named(wire), limit, apart)
-    return ProcessRanks(getattr(wire, "__name__", type(wire).__name__), wire, limit, apart)
+    return ProcessRanks(factory, limit, apart)
 
 
 class ProcessRanks:
@@ -73,8 +66,7 @@ class ProcessRanks:
     are_processes = True
     compares = True
 
-    def __init__(self, name: str, factory: Factory, limit: float, apart: bool) -> None:
-        self._name = name
+    def __init__(self, factory: Factory, limit: float, apart: bool) -> None:
         self._apart = apart
         self._factory = factory
         self._limit = limit
@@ -128,10 +120,10 @@ class ProcessRanks:
             packed = pickle.dumps((self._factory, body))
         except Exception as error:
             raise WeftError(
-                f"other processes cannot load the factory of wire {self._name!r}, or the program "
-                f"of a rank: {error}; make them functions at the top of a module"
+                "other processes cannot load the factory of a wire, or the program of a rank: "
+                f"{error}; make them functions at the top of a module"
             ) from error
-        return self._name, size, self._limit, self._apart, is_compared, folders, packed
+        return size, self._limit, self._apart, is_compared, folders, packed
 
 
 def _innermost(function: Any) -> Any:
@@ -245,7 +237,6 @@ class _Trial:
 def _run(
     number: int,
     port: int,
-    name: str,
     size: int,
     timeout: float,
     apart: bool,
@@ -270,13 +261,13 @@ def _run(
         everyones: list[bytes] = answer
         return everyones
 
-    device = torch.device("cpu")
     host = platform.node()
     if apart:
         host += f" {number}"
-    start = Start(number, size, device, timeout, host, exchange, Pool(), store=store)
+    start = Start(number, size, timeout, host, exchange, Pool(), store=store)
     before = Held.now()
-    wire = make_wire(name, factory, start)
+    wire = factory(start)
+    exchange(b"made")  # as in a group: all have theirs
     result = stated(wire, body)
     if is_compared:
         before.is_all_soon()

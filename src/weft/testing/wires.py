@@ -15,19 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import psutil
-import torch
 
 from ..base.memory import Pool
 from ..base.pace import patient
 from ..bootstrap.outcome import Outcome as Rank
 from ..bootstrap.outcome import results
-from ..wire.factory import Factory, Start, make_wire
 from ..wire.interface import Features, Wire
-from ..wire.registry import wire_named
+from ..wire.start import Start
 from .clauses import Outcome, asked_for, raise_if_broken, stated, title_of, tried
 from .held import Held
 from .threads import on_threads
 from .wire_clauses import CLAUSES, Clause
+
+Factory = Callable[[Start], Wire]
+"""Makes this rank's end of a wire. Every rank runs it at the same time."""
 
 
 class Run(Protocol):
@@ -208,11 +209,11 @@ class ThreadRanks:
         return found
 
 
-def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list[Wire]:
+def make_wires(factory: Factory, size: int, *, timeout: float = 60.0) -> list[Wire]:
     """All the wires of a new group, in this process: to try a wire by hand, or under a debugger.
 
     Args:
-        wire: the name of a registered wire, or its factory.
+        factory: makes a rank's wire.
         size: the number of ranks.
         timeout: seconds that the factories may take.
 
@@ -221,14 +222,13 @@ def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list
 
     Example:
         >>> from weft.wire.in_process.threads import thread_wires
+        >>> import torch
         >>> both = thread_wires(2)
         >>> first, second = make_wires(lambda start: both[start.rank], 2)
         >>> sent = first.post([(1, torch.tensor([1.0, 2.0]))])
         >>> second.post((), [(0, torch.empty(2))]).wait()
         [tensor([1., 2.])]
     """
-    factory = wire_named(wire) if isinstance(wire, str) else wire
-    name = wire if isinstance(wire, str) else factory.__name__
     meeting = threading.Barrier(size, timeout=timeout)
     messages = [b""] * size
 
@@ -240,9 +240,9 @@ def make_wires(wire: str | Factory, size: int, *, timeout: float = 60.0) -> list
             meeting.wait()  # until all have read
             return everyones
 
-        device = torch.device("cpu")
-        start = Start(rank, size, device, timeout, platform.node(), exchange, Pool())
-        return make_wire(name, factory, start)
+        wire = factory(Start(rank, size, timeout, platform.node(), exchange, Pool()))
+        exchange(b"made")  # as in a group: all have theirs
+        return wire
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(made, range(size)))

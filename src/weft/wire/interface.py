@@ -1,9 +1,8 @@
-"""The seam: how bytes get from rank to rank. For a network of your own, write `Wire` and `Pending`.
+"""The seam: how bytes get from rank to rank.
 
 A wire is one rank's end of one group, for the memory of one kind of device. It moves bytes, and
 says what it saw when it cannot. Who takes part under which name, how long a wait may last, who is
-to blame, and what was counted is the group's business. `weft.testing.check_wire` is the contract:
-each sentence below is a clause of it.
+to blame, and what was counted is the group's business.
 
 One thread at a time posts and waits. Where any thread may call something, it says so.
 """
@@ -38,21 +37,17 @@ class Features:
     """What a wire has beside `post`. Schedules are chosen by it, so all ranks have the same.
 
     Attributes:
-        exact: a receive by size is exactly as long as its message, as in NCCL.
-        lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`.
+        lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`. A receive by
+            size is then exactly as long as its message, as in NCCL.
         streams: `Pending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
-        between: bytes a second that a rank reaches between hosts, as a first guess; None: weft has
-            one, and then each group what its calls reached.
         meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`. Calls open
             in meetings where they are `MEETS` or more.
     """
 
-    exact: bool = False
     lockstep: bool = False
     streams: bool = False
     reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
-    between: float | None = None
     meets: int = 0
 
 
@@ -229,17 +224,6 @@ class Wire(Protocol):
 
 
 @runtime_checkable
-class Droppable(Protocol):
-    """What a wire has beside, whose `close` waits for a device."""
-
-    def drop(self) -> None:
-        """Close, and wait for no device: a collection of garbage comes here, or the process ends.
-
-        The memory of what is under way is held until that has ended.
-        """
-
-
-@runtime_checkable
 class Reducing(Protocol):
     """What a wire has beside, whose `features.reduces` is not empty."""
 
@@ -256,14 +240,20 @@ class Reducing(Protocol):
 
 
 @runtime_checkable
-class Rounds(Protocol):
-    """What a wire has beside, whose `features.lockstep` is set."""
+class Rounds(Wire, Protocol):
+    """What a wire has beside, whose `features.lockstep` is set: that of a device."""
 
-    def among(self, ranks: Sequence[int]) -> Wire:
+    def among(self, ranks: Sequence[int]) -> Rounds:
         """A wire for rounds of these ranks alone, numbered in the order given.
 
         It sets nothing up: only these ranks call it, and it fails with this wire. Its features are
         the same, but that it need not reduce.
+        """
+
+    def drop(self) -> None:
+        """Close, and wait for no device: a collection of garbage comes here, or the process ends.
+
+        The memory of what is under way is held until that has ended.
         """
 
 

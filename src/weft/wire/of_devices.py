@@ -1,52 +1,89 @@
-"""The wires of devices: over the caller's process group, where that serves them, or the host.
+"""Who carries tensors of devices: the caller's process group, where its backend takes them.
 
-* Tensors of a device go over the process group if its backend takes them, as NCCL, XCCL and UCC do
-  (gloo only those of the CPU);
-* else through the host: copies in page-locked memory, over the wire of the CPU.
+NCCL, XCCL and UCC do; gloo takes those of the CPU only. Where nobody does, a call is an error.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..base._torch import serves
-from .interface import Wire
-from .staged import Staged
-from .torch_rounds import rounds_over
-
-_log = logging.getLogger("weft")
+from ..base.errors import WeftError
+from .interface import Failure, Features, Recv, Send
+from .torch_rounds import TorchRounds, rounds_over
 
 _HOST_ONLY = ("gloo", "weft", "mpi", "fake", "undefined")  # backends that take CPU tensors only
+_TAKES = {"cuda": "nccl", "xpu": "xccl"}  # for each kind of device a backend that does
 
 
 def wire_of_device(
-    process_group: dist.ProcessGroup | None, cpu_wire: Wire, device: torch.device
-) -> tuple[Wire, str]:
-    """A wire for tensors of a device, and its name.
-
-    Where there is a process group, and the host carries the tensors nevertheless, the log says so.
+    process_group: dist.ProcessGroup | None, rank: int, size: int, device: torch.device
+) -> tuple[TorchRounds, str] | None:
+    """A wire for tensors of a device, and the name of the backend; None: nobody carries them.
 
     Args:
         process_group: of the same ranks, which the wire does not keep alive; None: there is none.
-        cpu_wire: what carries tensors of the CPU.
+        rank, size: this rank, and how many there are.
         device: whose tensors there are to carry.
     """
-    if process_group is not None:
-        backend = backend_for(process_group, device)
-        if backend is not None:
-            group = weakref.ref(process_group)
-            return rounds_over(group, cpu_wire.rank, cpu_wire.size, device), backend
-        _log.warning(
-            "rank %d: tensors on %s are copied through the host: the group's backends are %s",
-            cpu_wire.rank,
-            device.type,
-            dist.get_backend_config(process_group),
+    backend = None if process_group is None else backend_for(process_group, device)
+    if process_group is None or backend is None:
+        return None
+    return rounds_over(weakref.ref(process_group), rank, size, device), backend
+
+
+def refusal(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Why nobody carries tensors of a device, and what to do, as the text of an error."""
+    kind = device.type
+    if process_group is None:
+        return (
+            f"these ranks have no process group that takes {kind} tensors, as parts that `split` "
+            "makes have none: use a group of torch.distributed's, or `.cpu()`"
         )
-    return Staged(cpu_wire, device), "staged through the host"
+    there = dist.get_backend_config(process_group)
+    names = {pair.rpartition(":")[2] for pair in there.split(",")}
+    whose = names.pop() if len(names) == 1 else there
+    able = f"cpu:gloo,{kind}:{_TAKES[kind]}" if kind in _TAKES else f"a backend for {kind}"
+    return f"this group's {whose} takes no {kind} tensors: `{able}`, or `.cpu()`"
+
+
+class Refusing:
+    """One rank's end where nobody carries tensors of a device; a `weft.wire.interface.Wire`.
+
+    Calls state the refusal in their openings, so that all ranks raise it. One that comes here has
+    posted nothing, and is refused on every rank that does.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, text: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.features = Features()
+        self._text = text
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> NoReturn:
+        raise WeftError(f"rank {self.rank}: {self._text}")
+
+    def lease(self, nbytes: int) -> None:
+        """Any memory is as good: None."""
+        return None
+
+    def abort(self, failure: Failure) -> None:
+        """There are no waits."""
+
+    def failure(self) -> None:
+        """It never fails: None."""
+        return None
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

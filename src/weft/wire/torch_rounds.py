@@ -72,7 +72,6 @@ _SUMMED = (
 )
 
 _FEATURES = Features(
-    exact=True,
     lockstep=True,
     # backends reduce each element in one place, and tell all ranks from there: equal bits
     reduces=frozenset(("sum", dtype) for dtype in _SUMMED),
@@ -165,7 +164,7 @@ class TorchRounds:
         self._close(waits=True)
 
     def drop(self) -> None:
-        """As `Droppable` has it."""
+        """As `Rounds` has it."""
         self._close(waits=False)
 
     def _close(self, *, waits: bool) -> None:

@@ -113,13 +113,9 @@ def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> li
     The peer does the reverse at the same time.
     """
     group = call.group
-    rows = call.sizes.union[1]  # at most
-    if call.sizes.lengths_known:
-        rows = _rows_of_peer(call, peer, sum(len(message.indices) for message in sent))
-    # where messages travel in rounds, these two have rounds of their own
-    over = group.on(call.device, (group.rank, peer))
+    most = call.sizes.union[1]
     sends = [(peer, message.bytes) for message in sent]
-    pending = over.post(sends, [(peer, _extent(call, rows)[1])] * count)
+    pending = group.post(sends, [(peer, _extent(call, most)[1])] * count)
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
@@ -128,22 +124,6 @@ def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> li
         return message
 
     return [group.decode(peer, "rows", read, memory) for memory in pending.wait()]
-
-
-def _rows_of_peer(call: Call, peer: int, own: int) -> int:
-    """How many rows come from a peer, which hears that it gets `own`."""
-    most = call.sizes.union[1]
-
-    def read(raw: bytes) -> int:
-        count = int.from_bytes(raw, "little", signed=True)
-        if not 0 <= count <= most:
-            raise ValueError(f"of {most} rows they are {count}")
-        return count
-
-    two = call.group.subset(sorted((call.group.rank, peer)))
-    message = own.to_bytes(8, "little", signed=True)
-    counts = two.all_gather_bytes(message, read, "the length of a message")
-    return counts[1 - two.rank]
 
 
 def _merged(

@@ -94,7 +94,7 @@ def _move_values(
 ) -> None:
     """Send rows to those who sum them, and all sums to all."""
     me = call.group.rank
-    at_once = call.sizes.at_once
+    at_once = call.sizes.staying
     counts = [shares.count(rank) for rank in range(call.group.size)]
     step = max(1, counts[me]) if at_once else relay_rows(call.sizes, max(counts))
     sums = _Sums(call, own, union.slots, shares, step).start()

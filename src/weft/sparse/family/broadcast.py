@@ -2,7 +2,7 @@
 
 Few rows travel in the opening exchange. More go between hosts from rank to rank along the ring in
 chunks (`all_gather.joined`, where all others have no rows), so a link carries them once; within a
-host, on accelerators and over wires in rounds or `exact` the source sends them to every rank.
+host, and on accelerators, the source sends them to every rank.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def sparse_broadcast(
         is_async = truth("async_op", async_op)
 
     def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
-        if group.size > 2 and not (call.sizes.at_once or call.sizes.on_one_host):
+        if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])
 

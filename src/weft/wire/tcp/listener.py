@@ -48,7 +48,7 @@ from typing import Any
 import psutil
 
 from ...base.errors import AbsentError, WireError
-from ..factory import check_nothing
+from ..start import check_nothing
 
 MESSAGES = 0
 CONTROL = 1

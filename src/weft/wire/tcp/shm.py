@@ -33,7 +33,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..factory import seconds_left
+from ..start import seconds_left
 
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""

@@ -25,7 +25,7 @@ What threads wait for, and how long:
   thread. Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed; with ranks of other
   hosts for `_IDLE_LOOK` at most.
-* The factory, for ranks of this host and their segments: until the deadline of the start.
+* `make`, for ranks of this host and their segments: until the deadline of the start.
 
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
 receive that has got a part of its message, whatever happens to the socket. gloo also announces and
@@ -54,8 +54,8 @@ from torch import Tensor
 from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import own_address
-from ..factory import Start
 from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
+from ..start import Start
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
 from .listener import (
@@ -942,7 +942,7 @@ def alone(memory: Pool) -> TcpWire:
 
 
 def make(start: Start) -> TcpWire:
-    """Connect this rank to all others, and map the memory of those of its host; for the registry.
+    """Connect this rank to all others, and map the memory of those of its host.
 
     Raises:
         OSError: from the sockets.

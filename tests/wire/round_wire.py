@@ -11,17 +11,19 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from ..base import _torch
-from ..rendezvous import places as rendezvous
-from ..rendezvous.address import free_address, gloo_interfaces
-from ..wire.factory import Start
-from ..wire.torch_rounds import OnThread, TorchRounds
+import torch
+
+from weft.base import _torch
+from weft.rendezvous import places as rendezvous
+from weft.rendezvous.address import free_address, gloo_interfaces
+from weft.wire.start import Start
+from weft.wire.torch_rounds import OnThread, TorchRounds
 
 _FOREVER = timedelta(days=1000)  # of an operation: the limits are those of the waits
 
 
 def round_wire(start: Start) -> TorchRounds:
-    """A wire in rounds over gloo, `lockstep` and `exact`; a factory.
+    """A wire in rounds over gloo, `lockstep`; a factory.
 
     In such a wire every rank is in every round: it posts the other ends of the messages that others
     post before it waits, and waits, if for nothing. Where a message has another length than its
@@ -29,10 +31,6 @@ def round_wire(start: Start) -> TorchRounds:
 
     Raises:
         RuntimeError: from gloo; somebody did not come in time.
-
-    ```python
-    weft.testing.check_wire(weft.testing.ranks_as_processes(weft.testing.round_wire))
-    ```
     """
     if start.rank == 0:  # gloo wants a store, and the group may have none
         address = free_address()
@@ -53,7 +51,7 @@ class _OverItsOwn(TorchRounds):
 
     def __init__(self, group: Any, start: Start) -> None:
         own = [group]  # none, once it is closed
-        operations = OnThread(lambda: own[0] if own else None, start.size, start.device)
+        operations = OnThread(lambda: own[0] if own else None, start.size, torch.device("cpu"))
         super().__init__(operations, range(start.size), start.rank)
         self._own = own
         self._made_in = os.getpid()

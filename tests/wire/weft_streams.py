@@ -1,4 +1,4 @@
-"""A wire for weft over asyncio streams: the one of the manual's page "To write a wire".
+"""A wire over asyncio streams, for tests of the contract of wires.
 
 Each rank opens a TCP connection to every other one, on which it sends, and receives on those that
 the others have opened. A thread with an event loop reads whatever comes, and keeps it until it is
@@ -24,7 +24,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from weft.wire import Failure, Features, Recv, Send, Start, WireFailed
+from weft.wire.interface import Failure, Features, Recv, Send, WireFailed
+from weft.wire.start import Start
 
 HOST = os.environ.get("STREAMS_HOST", "127.0.0.1")  # where this rank listens
 GREETING = struct.Struct("!16sI")  # the token of who listens, the rank of who connects
