@@ -354,7 +354,7 @@ def simulate(
     64 ranks take seconds, 1,024 minutes.
 
     Args:
-        algorithm: "auto" or a registered name.
+        algorithm: "auto" or a name.
         op, wire_dtype: as of `weft.sparse_all_reduce`.
         network: `hosts` and `within`, as of `run`.
     """

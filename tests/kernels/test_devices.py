@@ -163,7 +163,7 @@ def test_indices_take_one_read(reads, dtype):
     reads += [2 * [1, 8, 3, 0, 9, *range(4)], [1, 8, 3, 0, 9], [0, 0, 1, 2]]
     surveys = kernels.survey([table, table], 4)
     assert [len(each.distinct.indices) for each in surveys] == [8, 8]
-    assert len(kernels.distinct(table).starts) == 9 and kernels.lie_within(table, 0, 9)
+    assert len(kernels.distinct(table).starts) == 9 and kernels.ascends(table, 9)
 
     runs = [empty(count, dtype=dtype) for count in (4, 0, 5)]
     reads += [[0, 7, 2, 4], [0, 7, 0, 2, 4, 4, 4, 6, 7, 3, 0, 1, 0, 0, 0, 1, 0, 4]]

@@ -46,7 +46,7 @@ def register(
         ddp_model: the wrapped model, with any options; weft uses its process group. In a group of
             one it may be unwrapped, as some trainers leave it: `register` then does nothing, and
             logs that once.
-        algorithm: of `weft.sparse_all_reduce`: "auto" or a registered name.
+        algorithm: of `weft.sparse_all_reduce`: "auto" or a name.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: dense and sparse
             gradients of wider floating-point dtypes are sent in this dtype (lossy:
             docs/wire-dtype.md has the error bound, which is that of `weft.sync_grads`), but for

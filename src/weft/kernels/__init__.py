@@ -24,8 +24,8 @@ The vocabulary:
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
 On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
-read once, whatever they are asked, and so do `distinct` and `lie_within`; what comes after these
-does not.
+read once, whatever they are asked, and so do `distinct` and `ascends`; what comes after these does
+not.
 
 Which of them serves on the host is decided once in a process, at `weft.init` or by the first call
 (`jit`): machine code, or torch operations for all of it, where Numba is missing or fails, or where
@@ -115,15 +115,15 @@ def survey(tables: Sequence[Tensor], points: int) -> list[Survey]:
     return reference.survey([indices.contiguous() for indices in tables], points)
 
 
-def lie_within(indices: Tensor, low: int, high: int) -> bool:
-    """Whether no index is below `low` or above `high`, and each is above the one before it.
+def ascends(indices: Tensor, last: int) -> bool:
+    """Whether each index is above the one before it, the first not negative, and none above `last`.
 
     Args:
         indices: 1-D, int32 or int64, contiguous.
-        low, high: the least and the greatest that may be.
+        last: the greatest that may be.
 
     Example:
-        >>> lie_within(torch.tensor([2, 7, 7]), 0, 9)
+        >>> ascends(torch.tensor([2, 7, 7]), 9)
         False
     """
     if not indices.numel():
@@ -131,7 +131,7 @@ def lie_within(indices: Tensor, low: int, high: int) -> bool:
     code = _code(indices)
     found = reference.scan(indices) if code is None else cpu.scan(code, indices)
     falls, repeats, least, greatest = found
-    return low <= least and greatest <= high and not (falls or repeats)
+    return least >= 0 and greatest <= last and not (falls or repeats)
 
 
 def reduce(

@@ -78,7 +78,7 @@ def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int],
         if size != count * dtype.itemsize:
             raise ValueError(f"{count} indices of {dtype} in {size} bytes")
         indices = typed(message, (count,), dtype, PREFIX)
-        fine = kernels.lie_within(indices, 0, last)
+        fine = kernels.ascends(indices, last)
     else:
         indices = typed(room(count * dtype.itemsize), (count,), dtype)
         packed = message[PREFIX : PREFIX + size]

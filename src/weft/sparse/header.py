@@ -158,7 +158,7 @@ class Header(NamedTuple):
                 raise ValueError(f"its indices have {width} bytes")
             index = torch.int32 if width == 4 else torch.int64
             rows = header._rows_in(body, index, row_shape, dtype)
-            if not moves and not kernels.lie_within(rows.indices, 0, header.highest):
+            if not moves and not kernels.ascends(rows.indices, header.highest):
                 raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
             return header._replace(rows=rows)
         if points > _KEPT:

@@ -43,11 +43,6 @@ class Rows:
         """Shape of one row; `torch.Size([])` for scalars."""
         return self.values.shape[1:]
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's values."""
-        return math.prod(self.row_shape) * self.values.element_size()
-
     def dense(self) -> Tensor:
         """The dense tensor `[height, *row_shape]` these rows add up to.
 

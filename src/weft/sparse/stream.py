@@ -299,7 +299,7 @@ def wrong_list(call: Call, lists: Mapping[int, Tensor]) -> WireError | None:
     """The error if one of these lists does not ascend, or has an index that no header announced."""
     last = call.sizes.places - 1
     for peer, indices in lists.items():
-        if not kernels.lie_within(indices, 0, last):
+        if not kernels.ascends(indices, last):
             name = call.group.rank_in_errors(peer)
             text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
             return call.group.fail(peer, text)

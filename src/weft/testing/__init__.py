@@ -12,7 +12,7 @@ def test_sum_of_ranks(group):
 `spmd` and `run` run a body on ranks that are threads, or processes that are kept between tests.
 `processes` starts new processes, as a launcher does. `launch` does this, too; its ranks can report
 to the caller while they run, by `send`. `expected` computes the result of a sparse all-reduce in
-one process, and `check_algorithm` tries an algorithm of your own against it. `gloo_of_one_thread`
+one process, and `check_algorithm` tries an algorithm against it. `gloo_of_one_thread`
 is a backend of torch.distributed to compare with, which does not corrupt memory where torch's own
 may. `check_wire` tries whether a wire does what `weft.wire.interface.Wire` says, on ranks that
 `ranks_as_processes` or `ranks_as_threads` starts; `make_wires` makes all wires of a group in one

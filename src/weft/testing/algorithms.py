@@ -26,7 +26,7 @@ def check_algorithm(algorithm: str) -> None:
     works. It needs no pytest.
 
     Args:
-        algorithm: the name of a registered algorithm.
+        algorithm: its name.
 
     Raises:
         AssertionError: the text says in which case, on how many ranks, what is wrong.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -63,7 +62,7 @@ def expected(
             mine[index] = combine(mine[index], row) if index in mine else row
         for index, row in mine.items():
             if partial is not narrow and not rounds_once:
-                row = _rounded(row.to(dtype), narrow).to(partial)
+                row = row.to(dtype).to(narrow).to(partial)
             total[index] = combine(total[index], row) if index in total else row
 
     indices = torch.tensor(sorted(total), dtype=parts[0].indices.dtype)
@@ -72,22 +71,4 @@ def expected(
     result = torch.cat([total[index] for index in sorted(total)])
     if named is not None and named.mean:
         result = result / len(parts)
-    return Rows(indices, _rounded(result.to(dtype), narrow).to(dtype), parts[0].height)
-
-
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to nearest, ties to even, once; torch rounds float64 to 16 bits twice."""
-    if values.dtype is not torch.float64 or dtype in (torch.float64, torch.float32):
-        return values.to(dtype)
-    digits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
-    least = {torch.bfloat16: -133, torch.float16: -24}[dtype]  # 2**least is the smallest number
-
-    def one(value: float) -> float:
-        if not math.isfinite(value):
-            return value
-        unit = 2.0 ** max(math.frexp(value)[1] - digits, least)
-        return math.copysign(round(value / unit) * unit, value)  # Python rounds ties to even
-
-    numbers = [one(value) for value in values.flatten().tolist()]
-    # the numbers fit the dtype exactly now, or overflow: torch's own rounding changes nothing else
-    return torch.tensor(numbers, dtype=torch.float64).view(values.shape).to(dtype)
+    return Rows(indices, result.to(dtype).to(narrow).to(dtype), parts[0].height)

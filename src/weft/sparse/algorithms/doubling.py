@@ -119,7 +119,7 @@ def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> li
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
-        if not kernels.lie_within(message.indices, 0, call.sizes.places - 1):
+        if not kernels.ascends(message.indices, call.sizes.places - 1):
             raise ValueError(f"its indices do not ascend from 0 to {call.sizes.places - 1}")
         return message
 
