@@ -20,6 +20,7 @@ be run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -28,10 +29,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from weft.cli.bench.cases import CASES as DRAWN
 from weft.cli.bench.cases import indices
@@ -287,7 +287,7 @@ def measure(link: Link, cases: list[str], run: int, out: Path, peers: str) -> No
         done = subprocess.run(argv, env=dict(os.environ, OMP_NUM_THREADS="1"), check=False)
         if done.returncode not in (0, 1) or not file.exists():  # 1: a wrong result, in the file
             print(f"goals: {' '.join(argv)} ended with {done.returncode}", file=sys.stderr)
-            raise typer.Exit(2)
+            sys.exit(2)
         rows += with_figures(json.loads(file.read_text(encoding="utf-8"))["rows"], link)
     (out / f"{link.name}-{run}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
@@ -379,42 +379,34 @@ def spread(figures: Iterable[float | None]) -> str:
     return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
-def asked(tool: str, link: str, case: str) -> tuple[list[str], list[str]]:
-    """The names in --link and --case; ends the tool if there is one that it does not know."""
-    links, cases = link.split(","), case.split(",")
-    for option, names, there_is in (("link", links, LINKS), ("case", cases, CASES)):
-        for name in names:
-            if name not in there_is:
-                print(f"{tool}: unknown --{option} {name!r}: there is {', '.join(there_is)}")
-                raise typer.Exit(2)
-    return links, cases
-
-
-def main(
-    link: Annotated[str, typer.Option(help="Links, divided by commas.")] = ",".join(MEASURED),
-    case: Annotated[str, typer.Option(help="Cases, divided by commas.")] = ",".join(CASES),
-    runs: Annotated[int, typer.Option(help="How often each link is measured.")] = 3,
-    peers: Annotated[str, typer.Option(help="As of weft bench; few save time.")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path("build/goals"),
-    drawn: Annotated[Path | None, typer.Option("--picture", help="Draw them to a file.")] = None,
-    tabled: Annotated[bool, typer.Option("--table", help="Print them in Markdown, too.")] = False,
-    read_only: Annotated[bool, typer.Option("--read", help="Judge what is there.")] = False,
-) -> None:
+def main() -> int:
     """Say which of the project's goals of speed are reached."""
-    links, cases = asked("goals", link, case)
-    out = out.resolve()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--link", default=",".join(MEASURED), help="links, divided by commas")
+    parser.add_argument("--case", default=",".join(CASES), help="cases, divided by commas")
+    parser.add_argument("--runs", type=int, default=3, help="how often each link is measured")
+    parser.add_argument("--peers", default="all", help="as of weft bench; few save time")
+    parser.add_argument("--out", type=Path, default=Path("build/goals"), help="of the JSON files")
+    parser.add_argument("--picture", type=Path, help="draw them to a file")
+    parser.add_argument("--table", action="store_true", help="print them in Markdown, too")
+    parser.add_argument("--read", action="store_true", help="judge what is there")
+    given = parser.parse_args()
+    links, cases = given.link.split(","), given.case.split(",")
+    if unknown := {*links} - {*LINKS} | {*cases} - {*CASES}:
+        parser.error(f"unknown {unknown}: links are {', '.join(LINKS)}; cases {', '.join(CASES)}")
+    out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if not read_only:
+    if not given.read:
         for name in links:
             for older in out.glob(f"{name}-?.json"):
                 older.unlink()  # figures of two sessions must not be judged as one
-            for run in range(1, runs + 1):
-                measure(LINKS[name], cases, run, out, peers)
+            for run in range(1, given.runs + 1):
+                measure(LINKS[name], cases, run, out, given.peers)
     found = {name: rows for name, rows in read(out).items() if name in links}
     verdicts = [verdict for verdict in judge(found) if verdict.goal.case in cases]
-    if drawn is not None:
-        picture(found, drawn)
-    if tabled:
+    if given.picture is not None:
+        picture(found, given.picture)
+    if given.table:
         print(tables(found), end="\n\n")
     print(f"{'link':10} {'case':10} {'figure':18} {'goal':8} {'median (range)':24} verdict")
     for verdict in verdicts:
@@ -423,9 +415,8 @@ def main(
     wrong = [row for row in wrong if row["status"] in ("wrong", "failed")]
     for row in wrong:
         print(f"{row['status'].upper()}: {row['case']} {row['by']}: {row['why']}")
-    if wrong or not verdicts or not all(verdict.reached for verdict in verdicts):
-        raise typer.Exit(1)
+    return int(bool(wrong or not verdicts or not all(verdict.reached for verdict in verdicts)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

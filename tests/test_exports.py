@@ -42,7 +42,7 @@ def test_importing_weft_loads_little_of_it_before_it_is_used_and_starts_nothing(
         "    os.wait()\n"
         "before = held()  # a fork ends threads of OpenBLAS\n"
         "weft.all_reduce, weft.init, weft.explain\n"
-        "heavy = {'matplotlib', 'numba', 'sympy', 'torch._dynamo', 'typer', 'weft.nn'}\n"
+        "heavy = {'matplotlib', 'numba', 'sympy', 'torch._dynamo', 'weft.nn'}\n"
         "print(*sorted(heavy & {*sys.modules} - had))\n"
         "import weft.ddp, weft.bootstrap.init, weft.bootstrap.local, weft.kernels.jit\n"
         "assert held() == before, (before, held())\n"
