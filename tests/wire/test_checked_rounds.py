@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from wire_clauses import in_rounds
+from wire_ranks import on_threads
 
 from weft.testing.checked_rounds import CheckedRounds
-from weft.testing.wires import check_wire, ranks_as_threads
 from weft.wire.in_process.threads import thread_wires
-from weft.wire.interface import Features, WireFailed
+from weft.wire.interface import WireFailed
 
 
 class Both(CheckedRounds):
@@ -23,7 +26,7 @@ def wires_of(size):
     return [Both(wire) for wire in thread_wires(size)]
 
 
-RUN = ranks_as_threads(wires_of)
+RUN = partial(on_threads, make=wires_of)
 
 
 def failure_of(use):
@@ -32,9 +35,9 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_it_keeps_the_contract(fewer):
-    outcomes = check_wire(RUN, Features(lockstep=True))
-    assert sum(not outcome.skipped for outcome in outcomes) >= 10
+@in_rounds
+def test_it_does_what_every_wire_does(size, body):
+    RUN(size, body)
 
 
 def test_ranks_that_expect_other_bytes_than_come_all_fail():

@@ -1,4 +1,4 @@
-"""Meetings over TCP: the contract, what happens to them in the middle, and false numbers.
+"""Meetings over TCP: what happens to them in the middle, and false numbers.
 
 Most of it has its ranks in this process, each wire used by a thread, as `make_wires` joins them:
 then a test can write to any page, and cut any connection.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -19,19 +20,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from wire_clauses import ANY_WIRE, FREE, PROCESSES, clauses
+from wire_ranks import make_wires, on_new_processes, on_threads
 
 from weft.base.pace import patient
 from weft.kernels import jit
 from weft.kernels.page import BEGUN, DEPTH, ENTRIES, ENTRY, LINE, READ
-from weft.testing import check_wire, make_wires, ranks_as_processes
-from weft.testing.wire_clauses import CLAUSES
-from weft.testing.wires import NUMBERS
-from weft.wire.interface import MEETS, Failure, Features, WireFailed
+from weft.wire.interface import MEETS, Failure, WireFailed
 from weft.wire.tcp import meeting
 from weft.wire.tcp import wire as tcp
 
-MEETING = Features(meets=MEETS)
-OF_MEETINGS = [name for name, number in NUMBERS.items() if CLAUSES[number - 1].needs == "meets"]
 SOON = 20.0  # seconds in which what must come comes, on an idle machine
 
 pytestmark = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
@@ -40,21 +38,24 @@ pytestmark = pytest.mark.skipif(jit.loops() is None, reason="there is no machine
 make = tcp.make
 
 
-@pytest.mark.parametrize("clause", OF_MEETINGS)
-def test_a_wire_whose_ranks_meet_keeps_a_clause(ranks_of, clause):
-    number = NUMBERS[clause]
-    (outcome,) = check_wire(ranks_of(make, number), MEETING, clauses=[number])
-    assert not outcome.skipped
-
-
 # whose waits and closes go through the code that sleeps while ranks meet
 WAITS = ["timeouts", "aborts", "closes", "moves", "dies", "forks", "signals", "closed_by_a_handler"]
 
 
-@pytest.mark.parametrize("clause", [*WAITS, "leaves_nothing"])
-def test_messages_go_as_before_where_ranks_meet(ranks_of, clause):
-    number = NUMBERS[clause]
-    check_wire(ranks_of(make_with_one_under_way, number), MEETING, clauses=[number])
+@clauses([each for each in (*ANY_WIRE, *FREE, *PROCESSES) if each[1].__name__ in WAITS])
+def test_messages_go_as_before_where_ranks_meet(size, body):
+    dies = [1] if body.func.__name__ in ("dies", "forks") else []
+    on_new_processes(size, body, make_with_one_under_way, dies)
+
+
+def test_a_meeting_that_never_came_about_leaves_nothing(nothing_left):
+    def swaps(wire):
+        peer = 1 - wire.rank
+        for _ in range(300):
+            wire.post([(peer, torch.ones(1))], [(peer, 4)]).wait(patient(SOON))
+
+    with nothing_left():
+        on_threads(2, swaps, functools.partial(make_wires, make_with_one_under_way))
 
 
 def make_with_one_under_way(start):
@@ -284,7 +285,7 @@ def freezes(wire):
 
 
 def test_a_rank_that_is_stopped_is_waited_for_and_named():
-    ranks_as_processes(make)(3, freezes)
+    on_new_processes(3, freezes)
 
 
 def test_meetings_go_on_without_room_while_messages_are_waited_for(wires):

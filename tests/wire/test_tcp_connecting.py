@@ -1,7 +1,4 @@
-"""The wire over TCP, with hosts of several ranks; who connects to whom, and when.
-
-`test_wires_by_name` holds it to the contract on one host, and with a host for each rank.
-"""
+"""The wire over TCP between hosts: who connects to whom, and when."""
 
 from __future__ import annotations
 
@@ -13,31 +10,13 @@ import time
 import psutil
 import pytest
 import torch
+from wire_ranks import far, make_wires, on_new_processes
 
 from weft.base.memory import Pool
 from weft.base.pace import patient
-from weft.testing import check_wire, make_wires, ranks_as_processes
-from weft.testing.wire_clauses import CLAUSES
-from weft.wire.interface import Features, WireFailed
+from weft.wire.interface import WireFailed
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Endpoint, Listener
-
-
-def make_far(start):
-    """As between hosts: each rank has one of its own."""
-    return tcp.make(dataclasses.replace(start, host=f"host {start.rank}"))
-
-
-def make_mixed(start):
-    """Two ranks on each host."""
-    return tcp.make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
-
-
-def test_it_keeps_the_contract_where_some_ranks_share_a_host(ranks_of):
-    """Clauses of one or two ranks are left out: those would all be on one host."""
-    for number, clause in enumerate(CLAUSES, 1):
-        if max(clause.sizes) > 2:
-            check_wire(ranks_of(make_mixed, number), Features(), clauses=[number])
 
 
 def connections():
@@ -61,7 +40,7 @@ BEFORE = set()  # of this process, before it has a wire
 
 def make_counted(start):
     BEFORE.update(connections())  # a rank whose wire is ready may connect to this one at once
-    return make_far(start)
+    return far(start)
 
 
 def first_messages(wire):
@@ -75,7 +54,7 @@ def first_messages(wire):
 
 
 def test_ranks_of_two_hosts_connect_with_their_first_message():
-    assert ranks_as_processes(make_counted)(4, first_messages) == [1, 0, 1, 0]
+    assert on_new_processes(4, first_messages, make_counted) == [1, 0, 1, 0]
 
 
 def one_is_early(wire):
@@ -101,7 +80,7 @@ def both_connect(wire, rounds=20):
 def make_at_once(start):
     """Lower ranks connect at once."""
     tcp.LOWER_DELAY = 0.0
-    return make_far(start)
+    return far(start)
 
 
 def make_one_way(start):
@@ -122,23 +101,23 @@ def make_one_way(start):
 
 
 def test_ranks_connect_where_the_lower_one_alone_reaches_the_other():
-    first, second = ranks_as_processes(make_one_way)(2, both_connect)
+    first, second = on_new_processes(2, both_connect, make_one_way)
     assert first == second
 
 
 def test_a_message_waits_for_its_connection():
-    assert ranks_as_processes(make_far)(2, one_is_early) == [True, True]
+    assert on_new_processes(2, one_is_early, far) == [True, True]
 
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_of_two_ranks_that_connect_to_each_other_one_connection_is_kept(attempt):
-    first, second = ranks_as_processes(make_at_once)(2, both_connect)
+    first, second = on_new_processes(2, both_connect, make_at_once)
     assert first == second
 
 
 @pytest.mark.parametrize("sender", [0, 1])
 def test_a_rank_is_reached_though_its_program_does_something_else(sender):
-    wires = make_wires(make_far, 2)
+    wires = make_wires(far, 2)
     try:
         wires[sender].post([(1 - sender, torch.ones(5))]).wait(patient(20.0))
         place = torch.zeros(5)

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from wire_ranks import make_wires
 
 from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.kernels import jit
-from weft.testing import make_wires
 from weft.wire.interface import Failure, WireFailed
 from weft.wire.start import Start
 from weft.wire.tcp import connection, shm

@@ -9,12 +9,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from wire_ranks import on_threads
 
-from weft.testing import ranks_as_threads
 from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, WireFailed
-
-RUN = ranks_as_threads(thread_wires)
 
 
 def failure_of(use):
@@ -28,7 +26,7 @@ def test_a_circle_of_waits_is_found_at_once():
         failure = failure_of(wire.post((), [((wire.rank + 1) % 3, 8)]).wait)
         return failure.kind, failure.peer, failure.text
 
-    kind, peer, text = RUN(3, waits_for_the_next)[0]
+    kind, peer, text = on_threads(3, waits_for_the_next)[0]
     assert (kind, peer) == ("stuck", None)
     assert text.startswith("all ranks wait for each other: ")
     assert all(f"rank {n} awaits up to 8 bytes from rank {(n + 1) % 3}" in text for n in range(3))
@@ -44,7 +42,7 @@ def test_who_waits_with_a_limit_is_not_stuck():
         else:
             pending.wait()
 
-    RUN(2, waits)
+    on_threads(2, waits)
 
 
 def test_a_tensor_that_changes_while_it_is_sent_breaks_the_wire():
@@ -101,7 +99,7 @@ def test_nobody_is_stuck_once_a_wire_has_failed():
         threading.Timer(0.3, wire.abort, [given]).start()
         return failure_of(pending.wait)
 
-    assert "stuck" not in {failure.kind for failure in RUN(3, waits_for_the_other)}
+    assert "stuck" not in {failure.kind for failure in on_threads(3, waits_for_the_other)}
 
 
 def test_a_post_of_which_a_part_fails_leaves_memory_alone():

@@ -8,42 +8,33 @@ from __future__ import annotations
 import contextlib
 import gc
 import queue
-import sys
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import permutations
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import wire_clauses
+from round_wire import round_wire
+from wire_clauses import REDUCING, clauses, in_rounds
+from wire_clauses import SOON as AT_ONCE
+from wire_ranks import make_wires, on_new_processes, on_threads
 
 from weft.base.pace import patient
-from weft.testing import (
-    check_wire,
-    make_wires,
-    ranks_as_processes,
-    ranks_as_threads,
-)
-from weft.testing.wire_clauses import CLAUSES
-from weft.testing.wires import NUMBERS
 from weft.wire import torch_rounds
 from weft.wire.interface import Failure, Features, Reducing, Rounds, WireFailed
 from weft.wire.torch_rounds import rounds_over
-
-sys.path.append(str(Path(__file__).parent))
-
-from round_wire import round_wire  # of this folder
 
 CPU = torch.device("cpu")
 SOON = 20.0  # seconds of waits that end by what the test does
 
 
-RUN = ranks_as_threads(partial(make_wires, round_wire))
+RUN = partial(on_threads, make=partial(make_wires, round_wire))
 
 
 def failure_of(use):
@@ -52,18 +43,24 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_it_keeps_the_contract(fewer):
-    tried = {outcome.number for outcome in check_wire(RUN) if not outcome.skipped}
-    assert tried >= {NUMBERS[name] for name in ("among", "reduces", "rounds")}
+@in_rounds
+def test_it_does_what_every_wire_does(size, body):
+    RUN(size, body)
 
 
-def test_between_processes_it_keeps_what_needs_some():
-    """And how it is made and ends; all else holds of threads, which gloo joins by sockets, too."""
-    needing = [number for number, clause in enumerate(CLAUSES, 1) if clause.processes]
-    as_well = [NUMBERS[name] for name in ("sizes", "large", "aborts", "closes", "complete")]
-    outcomes = check_wire(ranks_as_processes(round_wire), clauses=[*needing, *as_well])
-    tried = {outcome.number for outcome in outcomes if not outcome.skipped}
-    assert tried >= {NUMBERS["strangers"], *as_well}
+@clauses(REDUCING)
+def test_it_adds_up(size, body):
+    RUN(size, body)
+
+
+# and how it is made and ends; all else holds of threads, which gloo joins by sockets, too
+OF_PROCESSES = ["sizes", "large", "aborts", "closes", "complete", "strangers"]
+
+
+@pytest.mark.parametrize("name", OF_PROCESSES)
+def test_so_it_does_between_processes(name):
+    body = partial(getattr(wire_clauses, name), soon=patient(AT_ONCE))
+    on_new_processes(3 if name in ("large", "aborts", "strangers") else 2, body, round_wire)
 
 
 # rounds over gloo
