@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import weft
-from weft.compat.distdl import AllSumReduce, MPICartesianPartition, MPIPartition, zero_volume_tensor
+from weft.compat.distdl import (
+    AllGather,
+    AllSumReduce,
+    MPICartesianPartition,
+    MPIPartition,
+    Repartition,
+    SumReduce,
+    zero_volume_tensor,
+)
 from weft.testing import run, spmd
 
 
@@ -34,20 +42,14 @@ def test_attributes(group):
     P_world._comm.Barrier()
 
 
-def test_a_barrier_waits_for_all_workers():
-    order = []
-
-    def program(group):
-        P_world = MPIPartition()
-        if group.rank == 0:
-            P_world._comm.Barrier()
-            order.append("after")
-        else:
-            order.append("before")
-            P_world._comm.Barrier()
-
-    run(2, program)
-    assert order == ["before", "after"]
+@spmd(4, on=("threads",))
+def test_a_barrier_is_among_the_workers_alone(group):
+    P_x = MPIPartition().create_partition_inclusive([3, 0, 1])
+    before = dict(group.traffic.to)
+    if P_x.active:
+        P_x._comm.Barrier()
+    asked = {peer for peer, nbytes in group.traffic.to.items() if nbytes > before.get(peer, 0)}
+    assert asked == ({0, 1, 3} - {group.rank} if P_x.active else set())
 
 
 @spmd(6, on=("threads",))
@@ -73,6 +75,18 @@ def test_partitions_of_partitions(group):
         P_a.create_partition_inclusive([0, 0])
     with pytest.raises(weft.WeftError, match="make it of another partition"):
         MPICartesianPartition()
+
+
+@spmd(4, on=("threads",))
+def test_ranks_that_pass_different_shapes_all_hear_so(group):
+    P_world = MPIPartition()
+    P_x = P_world.create_cartesian_topology_partition([1, 4] if group.rank != 2 else [4, 1])
+    P_y = P_world.create_partition_inclusive([0])
+    P_y = P_y.create_cartesian_topology_partition([1, 1])
+    for layer in (AllGather(P_x, (0, 1)), Repartition(P_x, P_y), SumReduce(P_x, P_y)):
+        with pytest.raises(weft.WeftError, match=r"rank 2 has .*4x1 of ranks 0 to 3"):
+            layer(torch.ones(1, 1))
+    assert AllSumReduce(P_world, (0,))(torch.ones(1)).item() == 4
 
 
 @spmd(3, on=("threads",))

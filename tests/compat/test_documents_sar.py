@@ -6,6 +6,7 @@ What is held elsewhere:
 |---|---|
 | the lines that start a job, word for word | test_sar_start.py: the guide's example |
 | a file of a run that was killed; a group that is there | test_sar_start.py |
+| tensors are moved to the device of communication and back | test_sar.py |
 | the backend mpi: started by mpirun | tests/backend |
 | the name of a network interface | tests/rendezvous/test_address.py |
 """

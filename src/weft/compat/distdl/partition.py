@@ -145,7 +145,8 @@ class MPIPartition:
             options: those of MPI_Cart_create; have no effect.
 
         Raises:
-            WeftError: the product of the extents is not the number of workers.
+            WeftError: the product of the extents is not the number of workers; raised on this rank
+                alone. If ranks pass different shapes of as many, layers raise where they meet.
 
         Example:
             >>> from weft.testing import run

@@ -238,11 +238,11 @@ def _sendable(tensor: Any) -> Any:
     return tensor.to(device)
 
 
-Pairs = list[tuple[Tensor, Tensor]]
+_Pairs = list[tuple[Tensor, Tensor]]
 """A model's tensors, each with its copy."""
 
 
-def _moved(model: nn.Module) -> tuple[nn.Module, Pairs]:
+def _moved(model: nn.Module) -> tuple[nn.Module, _Pairs]:
     """A model on the device of communication, and which copy is whose: itself if it is there."""
     device = _comm_device()
     tensors: list[Tensor] = []
@@ -255,10 +255,10 @@ def _moved(model: nn.Module) -> tuple[nn.Module, Pairs]:
     return twin, pairs
 
 
-def _twin(model: nn.Module, device: torch.device) -> tuple[nn.Module, Pairs]:
+def _twin(model: nn.Module, device: torch.device) -> tuple[nn.Module, _Pairs]:
     """A module with copies of a model's parameters, their gradients, and buffers."""
     twin = nn.Module()
-    pairs: Pairs = []
+    pairs: _Pairs = []
     for name, parameter in model.named_parameters():
         other = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         if parameter.grad is not None:
