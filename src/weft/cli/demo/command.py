@@ -33,7 +33,7 @@ def add_options(parser: ArgumentParser) -> None:
     """What `weft demo` takes."""
     add = parser.add_argument
     add("--ranks", type=size, default=4, metavar="N", help="processes to start (4)")
-    add("--steps", type=size, default=400, metavar="N", help="of each way (400)")
+    add("--steps", type=size, default=300, metavar="N", help="of each way (300)")
     add("--out", type=Path, default=Path("weft-demo"), metavar="FOLDER", help="for the report")
 
 
