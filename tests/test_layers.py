@@ -251,7 +251,6 @@ ALLOWED = {
     "_is_view": "torch's: no public name says that a tensor is a view",
     "_version": "torch's: no public name says how often a tensor was written to",
     "_schema": "torch's: no public name says what an operator writes to",
-    "_get_backend": "torch's: no public name is the backend of a group's device",
     "_DistTestBase": "torch's: its own tests of a backend, which are run",
     **dict.fromkeys(
         (

@@ -37,7 +37,7 @@ import torch
 
 import weft
 from weft import kernels
-from weft.backend import collectives
+from weft.backend import calls
 from weft.base import tensors
 from weft.base.memory import Pool, memory_of
 from weft.failure import messages
@@ -207,25 +207,11 @@ def reduced(algorithm, group):
     return weft.sparse_all_reduce(rows(group), group=group, algorithm=algorithm)
 
 
-def of_backend(name, given, group):
-    """A collective of the backend `cpu:weft`, with what a rank of so many gives."""
-    job = functools.partial(getattr(collectives, name), group, *given(group.rank, group.size))
-    return group.worker.call(name, job)
+def of_backend(group, job):
+    """A call of the backend `cpu:weft`."""
+    return group.worker.call("a call of the backend", job)
 
 
-BACKEND = {
-    "all_reduce": lambda rank, size: ([torch.ones(9), torch.ones(4)], "sum"),
-    "reduce": lambda rank, size: (torch.ones(50_000), 1, "max"),
-    "broadcast": lambda rank, size: (torch.ones(9), 1),
-    "all_gather": lambda rank, size: ([[torch.ones(9)] * size], [torch.ones(9)]),
-    "gather": lambda rank, size: ([[torch.ones(9)] * size * (rank == 0)], [torch.ones(9)], 0),
-    "scatter": lambda rank, size: ([torch.ones(9)], [[torch.ones(9)] * size * (rank == 0)], 0),
-    "reduce_scatter": lambda rank, size: ([torch.ones(9)], [[torch.ones(9)] * size], "sum"),
-    "all_to_all": lambda rank, size: (
-        [torch.ones(3 * peer + rank) for peer in range(size)],
-        [torch.ones(3 * rank + peer) for peer in range(size)],
-    ),
-}
 ALGORITHMS = "gather", "split", "doubling", "holders"
 CALLS = {
     **{name: functools.partial(reduced, name) for name in ALGORITHMS},
@@ -244,10 +230,13 @@ CALLS = {
     "layer": lambda group: weft.nn.AllGather(weft.Partition(group.size, group=group), 0)(
         torch.ones(2)
     ),
-    **{
-        f"backend's {name}": functools.partial(of_backend, name, given)
-        for name, given in BACKEND.items()
-    },
+    "backend's all_gather_single": lambda group: of_backend(
+        group, calls.all_gather_single(group, torch.empty(9 * group.size), torch.ones(9))
+    ),
+    "backend's reduce_scatter_single": lambda group: of_backend(
+        group,
+        calls.reduce_scatter_single(group, torch.empty(9), torch.ones(9 * group.size), "sum"),
+    ),
     "modules": lambda group: weft.sync_params(torch.nn.Linear(2, 2 + group.rank % 2), group=group),
 }
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import weft
 from weft import kernels
-from weft.base import _torch, devices
+from weft.base import devices
 from weft.base.devices import Aside, as_device, is_capturing
 from weft.base.pace import patient
 from weft.base.tensors import as_bytes
@@ -218,25 +218,6 @@ def test_a_group_whose_backend_takes_tensors_of_the_device(monkeypatch, config, 
 def test_a_group_whose_backend_does_not(monkeypatch, config, kind):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert backend_for(threading.Thread(), torch.device(kind)) is None
-
-
-def test_of_a_group_for_two_devices_torch_before_2_14_keeps_what_is_written_in_python_alone():
-    meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    two = "cpu:weft,cuda:nccl"
-    keeps_both = _torch.backend_base() is not None
-    if keeps_both and not torch.cuda.is_available():
-        # newer torch keeps both, and so asks NCCL, which wants a GPU: in the words of 2.14 or 2.15
-        words = "only supported with GPUs|requires at least one CUDA device"
-        with pytest.raises((ValueError, RuntimeError), match=words):
-            dist.init_process_group(two, **meeting)
-        assert not dist.is_initialized()
-        return
-    dist.init_process_group(two, **meeting)
-    try:
-        found = backend_for(dist.group.WORLD, torch.device("cuda:0"))
-        assert found == ("nccl" if keeps_both else None)
-    finally:
-        dist.destroy_process_group()
 
 
 def of_a_device(monkeypatch):

@@ -1,7 +1,7 @@
-"""weft as a backend of torch.distributed.
+"""weft as a backend of torch.distributed: gloo, and four calls of weft's.
 
-`import weft` registers it, which starts nothing. Its first group imports `gloo`. `collectives` has
-the collectives over a group, `work` the objects that torch.distributed waits for.
+`import weft` registers it, which starts nothing. The first group of it imports `group`. `calls` has
+the four calls, `work` the objects that torch.distributed waits for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch.distributed as dist
 __all__ = ["WEFT", "register"]
 
 WEFT = "weft"
-"""The name of the backend with all collectives over a group of weft's, also sparse and uneven ones,
-and messages over gloo."""
+"""The name of the backend."""
 
 
 def register() -> None:
@@ -28,19 +27,14 @@ def register() -> None:
 
 
 def _weft(asked: Any, options: object) -> Any:
-    from .gloo import WeftBackend, WeftGroup
+    from ..base.errors import WeftError
+    from .group import WeftGroup
 
-    rank = asked.group_rank
-    if _shared(asked):
-        group = asked.process_group
-        return WeftBackend(group, asked.store, rank, asked.group_size, asked.timeout)
-    return WeftGroup(asked.store, rank, asked.group_size, asked.timeout)
-
-
-def _shared(asked: Any) -> bool:
-    """Whether the group has a backend of torch's, too: `cpu:weft,cuda:nccl`.
-
-    torch 2.13 does not say, and keeps a group that is written in Python alone.
-    """
-    group = getattr(asked, "process_group", None)
-    return group is not None and group.name() != "custom"
+    beside = getattr(asked, "process_group", None)  # torch 2.13 does not say
+    if beside is not None and beside.name() != "custom":
+        raise WeftError(
+            f"rank {asked.group_rank}: backend {WEFT!r} takes no other beside it: start with "
+            "'cpu:gloo,cuda:nccl', and give sparse CPU tables a group of their own, by "
+            f"torch.distributed.new_group(backend={WEFT!r})"
+        )
+    return WeftGroup(asked.store, asked.group_rank, asked.group_size, asked.timeout)

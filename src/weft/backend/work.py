@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import _torch
-from ..base.tensors import as_bytes, is_plain, plain
-from ..group.pending import Pending
 from ..group.worker import Work
 
 NO_LIMIT = timedelta(0)
@@ -88,44 +86,3 @@ class Collective(_Work):
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
-
-
-class Posted(_Work):
-    """Messages of `send` or `recv`. They count as completed when `wait` has returned."""
-
-    def __init__(self, pending: Pending, source: int, tensors: Sequence[Tensor] = ()) -> None:
-        """`tensors` are the caller's, to be filled with what `pending` receives by size."""
-        super().__init__()
-        self._pending = pending
-        self._source = source
-        self._tensors = tensors
-        self._done = False
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until it is done, at most until the group's deadline; `timeout` has no effect.
-
-        Raises:
-            WireError: the deadline passed, or a peer or a link failed.
-        """
-        if not self._done:
-            for tensor, message in zip(self._tensors, self._pending.wait(), strict=True):
-                _fill(tensor, message)
-            self._pending.release()
-            self._done = True
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-    def source_rank(self) -> int:
-        return self._source
-
-    _source_rank = source_rank
-
-
-def _fill(tensor: Tensor, message: Tensor) -> None:
-    """Write the bytes that came to a caller's tensor; what lies beyond them stays as it is."""
-    whole = tensor if is_plain(tensor) else plain(tensor)
-    as_bytes(whole)[: len(message)].copy_(message)
-    if whole is not tensor:
-        tensor.copy_(whole)

@@ -245,11 +245,6 @@ def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:
         _register_work(tensor, work)
 
 
-def is_dispatching() -> bool:
-    """Whether a mode of the caller's sees what torch's dispatcher is asked for."""
-    return bool(_dispatching())
-
-
 def is_faking() -> bool:
     """Whether FakeTensorMode is one of these. False where torch does not say."""
     return _mode_of_kind(_FAKE) is not None
@@ -342,26 +337,6 @@ def shard_order(tensor: Any) -> Sequence[Any] | None:
 # Process groups ------------------------------------------------------------------------------
 
 
-def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of that name, as torch.compile writes it into a graph.
-
-    Without the private name only the default group is found.
-
-    Raises:
-        KeyError: this process has none.
-    """
-    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
-    if resolve is not None:
-        try:
-            return cast(dist.ProcessGroup, resolve(name))
-        except (RuntimeError, ValueError) as error:
-            raise KeyError(name) from error
-    world = dist.GroupMember.WORLD if dist.is_initialized() else None
-    if world is None or world.group_name != name:
-        raise KeyError(name)
-    return world
-
-
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store of a group that torch still knows, which no other group has; else None.
 
@@ -416,19 +391,6 @@ def can_set_timeout() -> bool:
 _set_timeout = _private("distributed.set_timeout") or _private(
     "distributed.distributed_c10d._set_pg_timeout"
 )
-
-
-def backend_base() -> Any:
-    """The class of which a backend that is written in Python is a subclass.
-
-    None where torch has none, up to 2.13: then such a backend is a whole ProcessGroup.
-    """
-    base = getattr(dist, "BackendBase", None) or _private("_C._distributed_c10d.Backend")
-    try:
-        base(0, 1)
-    except TypeError:  # of a class without a constructor for Python
-        return None
-    return base
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

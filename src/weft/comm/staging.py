@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,14 +10,11 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import as_integer, shown
 from ..base.devices import is_capturing
-from ..base.memory import memory_of
-from ..base.tensors import has_elements, lacking, overlapping, serves
+from ..base.tensors import has_elements, lacking, serves
 from ..call.opening import is_direct
 from ..call.terms import NO_LIMIT
 from ..group.channels import ROUNDS
 from ..group.group import Group
-from ..group.pending import Pending
-from ..schedules.hosts import grid_of
 
 ALONG = 128 << 10
 """Bytes of a tensor that may go along with an opening, at most."""
@@ -120,55 +117,6 @@ def moved(
             [(peer, place) for peer, place in recvs if place.numel()],
             ROUNDS,
         ).wait()
-
-
-def moved_to_all(
-    group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
-) -> None:
-    """`moved`, where a rank sends the same to all others, or nothing: a host's link has it once.
-
-    Between hosts it goes to the rank of the same place on each, and from there to the host's. So
-    a rank hands on what it received, also where its own caller does not need that: places that
-    overlap change nothing for the others.
-    """
-    grid = grid_of(group)
-    if grid is None or group.features.lockstep:
-        moved(group, outgoing, incoming)
-        return
-    mine = [outgoing[peer] for peer in group.peers if peer in outgoing][:1]
-    near = [peer for peer in grid.row if peer != group.rank]
-    far = [peer for peer in grid.column(group.rank) if peer != group.rank]
-    received = dict(incoming)
-    if overlapping(*incoming.values()):  # what is handed on would be overwritten before
-        received |= {peer: torch.empty_like(incoming[peer]) for peer in far if peer in incoming}
-
-    def places(ranks: Iterable[int]) -> list[Tensor]:
-        """Where to receive what these have, if they have something."""
-        return [received[rank] for rank in ranks if rank in received]
-
-    from_far = swapped(group, dict.fromkeys(far, mine), {peer: places([peer]) for peer in far})
-    from_near = swapped(group, dict.fromkeys(near, mine), {peer: places([peer]) for peer in near})
-    from_far.wait()
-    # what came from other hosts goes on to the ranks of this one, and what came there comes here
-    theirs = {p: places(rank for rank in grid.column(p) if rank != p) for p in near}
-    handed_on = swapped(group, dict.fromkeys(near, places(far)), theirs)
-    from_near.wait()
-    handed_on.wait()
-    for peer, place in incoming.items():
-        if received[peer] is not place:
-            memory_of(place)[:] = memory_of(received[peer])
-
-
-def swapped(
-    group: Group, given: Mapping[int, Sequence[Tensor]], taken: Mapping[int, Sequence[Tensor]]
-) -> Pending:
-    """Start sending several tensors to some peers, and receiving several; not empty ones."""
-    peers = group.peers
-    return group.post(
-        [(peer, each) for peer in peers for each in given.get(peer, ()) if each.numel()],
-        [(peer, each) for peer in peers for each in taken.get(peer, ()) if each.numel()],
-        ROUNDS,
-    )
 
 
 def _piece(tensor: Tensor, number: int, rounds: int) -> Tensor:

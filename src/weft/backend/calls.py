@@ -1,0 +1,252 @@
+"""The calls of the backend that are weft's, on CPU tensors: each gives what runs in its turn.
+
+Each begins with an opening, in which every rank learns what every other rank was asked for. So
+wrong or differing arguments raise the same WeftError on all ranks, and the next call works. What is
+small goes along with it. Reductions add in rank order, so all ranks have the same bits.
+
+A tensor is read and written in the memory that it has when the call is made. As with gloo, what is
+reduced in place may be an activation that a backward reads; of outputs autograd learns that they
+were overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..base import _torch
+from ..base.errors import WeftError, summed_up
+from ..base.memory import memory_of, typed
+from ..base.tensors import (
+    flattened,
+    has_elements,
+    is_made_of_others,
+    lacking,
+    mark_overwritten,
+    overlapping,
+    plain,
+    shares_elements,
+    write,
+)
+from ..call.terms import agreed
+from ..comm.all_reduce import reduce_in_place
+from ..comm.staging import most_to_all, moved
+from ..group.group import Group
+from ..kernels.ops import OPS
+from ..schedules import dense
+from ..sparse.api import job_of
+
+Job = Callable[[], list[Tensor]]
+"""What runs in the turn of a call: the tensors that it has written."""
+
+_MOST = 200  # characters of sizes that ranks compare as text; longer texts by a digest
+
+
+def all_reduce(group: Group, tensors: Sequence[Tensor], op: str) -> Job:
+    """Reduce each tensor over all ranks, in place.
+
+    Raises:
+        WeftError: what is wrong with this rank's arguments.
+    """
+    given = [_elements(tensor) for tensor in tensors]
+    fields = {"op": op, **_compared(given, op)}
+
+    def job() -> list[Tensor]:
+        places = [flattened(plain(each)) for each in given]
+        reduce_in_place(group, "all_reduce", fields, places, op)
+        for place, own in zip(places, given, strict=True):
+            _put(place, own)
+        return list(tensors)
+
+    return job
+
+
+def sparse_all_reduce(group: Group, tensors: Sequence[Tensor], op: str) -> Job:
+    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
+    given = [_combined(_as_given(tensor), op) for tensor in tensors]
+    alone = len(given) == 1  # a list would need one more exchange
+    reduction = job_of(group, given[0] if alone else given, op, "auto", None)
+
+    def job() -> list[Tensor]:
+        done = reduction.run()
+        for tensor, result in zip(tensors, [done] if alone else done, strict=True):
+            with torch.inference_mode(tensor.is_inference()):  # in which it was made
+                tensor.data = result  # the caller's tensor now has the memory of the result
+        mark_overwritten(tensors)
+        return list(tensors)
+
+    return job
+
+
+def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
+    """Send every rank's tensor to all; in `out` the ranks' follow one another.
+
+    Raises:
+        WeftError: what is wrong with this rank's arguments.
+    """
+    whole, given = _elements(out), _elements(mine)
+    if whole.numel() != group.size * given.numel():
+        raise WeftError(
+            f"the output has {whole.numel()} elements, and the inputs of {group.size} ranks "
+            f"{group.size * given.numel()}"
+        )
+    fields = _compared([given, whole])
+
+    def job() -> list[Tensor]:
+        place = flattened(whole) if whole.is_contiguous() else whole.new_empty(whole.numel())
+        parts = place.tensor_split(group.size)
+        own = flattened(plain(given))
+        is_there = own.data_ptr() == parts[group.rank].data_ptr()
+        if not is_there and overlapping(own, place):
+            own = own.clone()  # parts of others would be written before it is sent
+        goes_along = own.nbytes <= most_to_all(group)
+        told = memory_of(own) if goes_along else b""
+        with agreed(group, "all_gather_single", fields, None, own=told) as said:
+            if goes_along:
+                for part, theirs in zip(parts, said.own(own.nbytes), strict=True):
+                    memory_of(part)[:] = theirs
+        if not goes_along:
+            peers = group.peers
+            moved(_of_host(group), dict.fromkeys(peers, own), {peer: parts[peer] for peer in peers})
+            if not is_there:
+                parts[group.rank].copy_(own)
+        _put(place, whole)
+        mark_overwritten([out])
+        return [out]
+
+    return job
+
+
+def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> Job:
+    """Reduce the ranks' tensors, of which each rank gets an equal part, in their order.
+
+    Raises:
+        WeftError: what is wrong with this rank's arguments.
+    """
+    place, whole = _elements(out), _elements(mine)
+    if whole.numel() != group.size * place.numel():
+        raise WeftError(
+            f"the input has {whole.numel()} elements, and the outputs of {group.size} ranks "
+            f"{group.size * place.numel()}"
+        )
+    fields = {"op": op, **_compared([place, whole], op)}
+
+    def job() -> list[Tensor]:
+        parts = flattened(plain(whole)).tensor_split(group.size)
+        result = torch.empty_like(parts[group.rank])  # `out` may lie in what is still to be sent
+        goes_along = whole.nbytes <= most_to_all(group)
+        told = memory_of(plain(whole)) if goes_along else b""
+        with agreed(group, "reduce_scatter_single", fields, None, own=told) as said:
+            if goes_along and len(result):
+                start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
+                theirs = [each[start:stop] for each in said.own(whole.nbytes)]
+                terms = [torch.frombuffer(each, dtype=result.dtype) for each in theirs]
+                dense.reduce(terms, op, result)
+        if not goes_along:
+            _reduce_in_chunks(group, parts, op, result)
+        write(place, result.view(place.shape))
+        mark_overwritten([out])
+        return [out]
+
+    return job
+
+
+def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """Reduce every rank's `parts[p]` on rank p, into its `out`."""
+    over = _of_host(group)
+    step = max(1, dense.SCRATCH // group.size // out.itemsize)
+    for start in range(0, len(out), step):
+        chunks = [part[start : start + step] for part in parts]
+        own = chunks[group.rank]
+        with over.lease(group.size * own.nbytes) as memory:
+            terms = list(typed(memory, (group.size, len(own)), out.dtype))
+            moved(
+                over,
+                {peer: chunks[peer] for peer in group.peers},
+                {peer: terms[peer] for peer in group.peers},
+            )
+            terms[group.rank] = own
+            dense.reduce(terms, op, out[start : start + step])
+
+
+def _of_host(group: Group) -> Group:
+    """The group as it carries tensors of the CPU."""
+    return group.on(torch.device("cpu"))
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """A tensor's elements, in the memory that it has now.
+
+    They are written without autograd's knowledge: `detach()` would share the version of the tensor,
+    which then could not be written where a backward is to read it.
+
+    Raises:
+        WeftError: there are none to read or write.
+    """
+    own = _torch.waited(tensor)
+    if not has_elements(own):
+        raise WeftError(f"a tensor is {lacking(own)}: pass tensors with elements in memory")
+    if own.device.type != "cpu":
+        raise WeftError(f"a tensor is on {own.device}: this backend moves CPU tensors, so copy it")
+    if shares_elements(own):
+        raise WeftError(
+            "elements of a tensor share memory, as expand() has them: pass a contiguous one"
+        )
+    return own.data
+
+
+def _compared(tensors: Sequence[Tensor], op: str | None = None) -> dict[str, object]:
+    """What ranks compare of the tensors of a call: their dtype and sizes.
+
+    Raises:
+        WeftError: there are several dtypes, or one that cannot be reduced so.
+    """
+    dtypes = {str(tensor.dtype) for tensor in tensors}
+    if len(dtypes) > 1:
+        raise WeftError(f"tensors of {' and '.join(sorted(dtypes))} were given: pass one dtype")
+    for tensor in tensors[:1]:
+        if op is not None and (error := dense.refuses(op, tensor.dtype)):
+            raise WeftError(error)
+    sizes = ", ".join(str(tensor.numel()) for tensor in tensors)
+    return {
+        "dtype": "".join(dtypes),
+        "sizes": summed_up(sizes, _MOST, f"{len(tensors)} tensors"),
+    }
+
+
+def _put(place: Tensor, own: Tensor) -> None:
+    """Copy what was received to where a caller has it, unless that is the same memory."""
+    if place.data_ptr() != own.data_ptr():
+        write(own, place.view(own.shape))
+
+
+def _as_given(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.distributed.all_reduce` was given.
+
+    In place of a complex one it hands over a view in real numbers. That of a sparse tensor gets
+    indices and values of its own in the end, so the caller's would stay as it was.
+    """
+    viewed = tensor._base
+    return viewed if viewed is not None and viewed.is_complex() else tensor
+
+
+def _combined(tensor: Tensor, op: str) -> Tensor:
+    """A sparse tensor whose entries may be reduced one by one.
+
+    Entries of one index are its summands, which only a sum may take so. A tensor in which something
+    is wrong stays as it is: the call says so on every rank.
+    """
+    is_sparse = tensor.layout == torch.sparse_coo and not is_made_of_others(tensor)
+    if op in ("sum", "avg") or not is_sparse:
+        return tensor
+    indices = tensor._indices()
+    if not has_elements(indices) or not has_elements(tensor._values()):
+        return tensor
+    if op not in OPS or OPS[op].refuses(tensor.dtype):  # `coalesce` may not know the dtype
+        return tensor
+    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
+    # `coalesce` would write out of bounds for others
+    in_range = ((indices >= 0) & (indices < sizes)).all()
+    return tensor.coalesce() if in_range else tensor
