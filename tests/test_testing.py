@@ -30,7 +30,7 @@ from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.spmd import LIMIT
 from weft.testing.threads import on_threads
-from weft.wire.in_process.threads import thread_wires
+from weft.wire.threads import thread_wires
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
 
@@ -115,23 +115,27 @@ _USES = weakref.WeakKeyDictionary()
 
 
 def uses(group, most=math.inf):
-    """How often the group was used, and threads of gloo, once there are no more than so many."""
+    """How often the group was used, and threads of groups, once there are no more than so many."""
     _USES[group] = _USES.get(group, 0) + 1
     until = time.monotonic() + patient(20.0)
-    while (threads := threads_named("gloo_tcp_loop")) > most and time.monotonic() < until:
+    while (threads := detectors()) > most and time.monotonic() < until:
         time.sleep(0.01)  # those of a group that was closed end by themselves
     return _USES[group], threads
+
+
+def detectors():
+    return sum(each.name == "weft detector" for each in threading.enumerate())
 
 
 def test_of_groups_the_three_that_were_used_last_are_kept():
     pool.end_pool()  # and with it the groups of other tests
     limits = [20.0, 21.0, 22.0, 20.0, 23.0, 22.0]
-    said = [run(2, uses, on="torch", timeout=limit)[0] for limit in limits]
+    said = [run(2, uses, on="processes", timeout=limit)[0] for limit in limits]
     threads = [number for _, number in said]
-    said += run(2, uses, threads[2], on="torch", timeout=21.0)[:1]
+    said += run(2, uses, threads[2], on="processes", timeout=21.0)[:1]
     assert [count for count, _ in said] == [1, 1, 1, 2, 1, 2, 1]  # 23.0 is in place of 21.0
     assert said[-1][1] == threads[2] > threads[0] > 0
-    run(2, reduce_after, on="torch", timeout=20.0)
+    run(2, reduce_after, on="processes", timeout=20.0)
 
 
 def reduce_after(group):
@@ -306,7 +310,7 @@ def test_a_rank_that_dies_is_reported():
 def test_a_body_that_other_processes_cannot_find_is_refused():
     with pytest.raises(WeftError, match="make it a function at the top of a module"):
         run(2, lambda group: None, on="processes")
-    with pytest.raises(WeftError, match="device or rounds or processes or torch, not on 'mpi'"):
+    with pytest.raises(WeftError, match="device or processes, not on 'mpi'"):
         run(2, process_ids, on="mpi")
 
 

@@ -12,7 +12,7 @@ import weft
 from weft.testing import spmd
 from weft.testing.cases import in_case
 
-EVERYWHERE = ("threads", "device", "processes", "torch")
+EVERYWHERE = ("threads", "device", "processes")
 
 
 def mine(rank, count, dtype=torch.float32):

@@ -16,7 +16,7 @@ from weft.group.channels import ROUNDS
 from weft.testing import spmd
 from weft.testing.cases import in_case
 
-EVERYWHERE = ("threads", "device", "processes", "torch")
+EVERYWHERE = ("threads", "device", "processes")
 
 DTYPES = [
     torch.float32,

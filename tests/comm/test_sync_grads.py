@@ -13,7 +13,7 @@ import weft
 from weft.comm import buckets
 from weft.testing import spmd
 
-EVERYWHERE = ("threads", "device", "processes", "torch")
+EVERYWHERE = ("threads", "device", "processes")
 
 LOCK = threading.Lock()
 

@@ -14,7 +14,7 @@ from weft.sparse.rows import Rows
 from weft.testing import spmd
 from weft.testing.oracle import expected
 
-EVERYWHERE = ("threads", "device", "processes", "torch")
+EVERYWHERE = ("threads", "device", "processes")
 
 LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)

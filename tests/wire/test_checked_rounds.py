@@ -10,8 +10,8 @@ from wire_clauses import in_rounds
 from wire_ranks import on_threads
 
 from weft.testing.checked_rounds import CheckedRounds
-from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import WireFailed
+from weft.wire.threads import thread_wires
 
 
 class Both(CheckedRounds):

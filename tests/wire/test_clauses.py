@@ -12,8 +12,8 @@ from wire_ranks import far, make_wires, mixed, on_new_processes, on_processes, o
 
 from weft.base.pace import patient
 from weft.kernels import jit
-from weft.wire.in_process.threads import thread_wires
 from weft.wire.tcp import wire as tcp
+from weft.wire.threads import thread_wires
 
 TCP = {"one host": tcp.make, "hosts of one": far, "hosts of two": mixed}
 DIES = (wire_clauses.dies, wire_clauses.forks, wire_clauses.meets_the_dead)

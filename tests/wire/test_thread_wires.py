@@ -11,8 +11,8 @@ import pytest
 import torch
 from wire_ranks import on_threads
 
-from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure, WireFailed
+from weft.wire.threads import thread_wires
 
 
 def failure_of(use):
@@ -129,7 +129,7 @@ def test_what_was_received_is_freed_with_its_last_reference():
 
 FORKS = """
 import os, threading
-from weft.wire.in_process.threads import thread_wires
+from weft.wire.threads import thread_wires
 wire = thread_wires(2)[0]
 held, ends = threading.Event(), threading.Event()
 def hold():

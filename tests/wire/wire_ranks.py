@@ -20,10 +20,10 @@ from weft.bootstrap.outcome import Outcome, results
 from weft.rendezvous import places
 from weft.testing import run
 from weft.testing.threads import on_threads as outcomes_on_threads
-from weft.wire.in_process.threads import thread_wires
 from weft.wire.interface import Failure
 from weft.wire.start import Start
 from weft.wire.tcp import wire as tcp
+from weft.wire.threads import thread_wires
 
 LIMIT = 60.0  # seconds that ranks may take together, on an idle machine
 

@@ -20,8 +20,7 @@ from ..failure.links import QueueLinks, links_of_threads
 from ..group import default
 from ..group.group import Group
 from ..group.session import Session
-from ..wire.in_process.room import RoomWire
-from ..wire.in_process.threads import thread_wires
+from ..wire.threads import ThreadWire, thread_wires
 from .checked_rounds import CheckedRounds
 
 
@@ -64,7 +63,7 @@ def group(
     return [Group(each) for each in sessions]
 
 
-def _more_wires(ranks: Sequence[int]) -> list[RoomWire]:
+def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:
     return list(thread_wires(len(ranks)))
 
 
@@ -86,10 +85,10 @@ class Crew:
 
     def __init__(
         self,
-        wires: Sequence[RoomWire],
+        wires: Sequence[ThreadWire],
         hosts: Sequence[str],
         timeout: float,
-        more_wires: Callable[[Sequence[int]], Sequence[RoomWire]],
+        more_wires: Callable[[Sequence[int]], Sequence[ThreadWire]],
         memory: Callable[[], Pool] = Pool,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
@@ -130,7 +129,7 @@ class Crew:
             for rank, wire in enumerate(self._wires)
         ]
 
-    def _detector(self, wire: RoomWire, links: QueueLinks, slow: float) -> Detector:
+    def _detector(self, wire: ThreadWire, links: QueueLinks, slow: float) -> Detector:
         thread = functools.partial(getattr, wire, "thread")
         detector = Detector(wire.rank, self._timeout, links, slow, thread, self._global_ranks)
         detector.start()

@@ -1,12 +1,14 @@
-"""Where the messages of ranks meet that are threads of one process.
+"""Ranks that are threads of one process: for tests, and to try things without starting anything.
 
 The wires of a group share a room. The rank that posts the second end of a message copies it, so a
 message is one copy, and a send is complete only when it was received: the latest that `Wire.post`
-allows. `threads` and `simulated` say what else happens.
+allows. If all ranks wait without a limit, nothing will ever come: all of them fail as stuck, at
+once. A meeting is a post to each other one of its ranks, on a channel that no program has.
 
-If all ranks wait without a limit, nothing will ever come: all of them fail as stuck, at once.
+The wire is strict. What a rank must not read is garbage. A rank that changes a tensor while it is
+sent, or bytes that it received by size and may only read, breaks its wire.
 
-A meeting is a post to each other one of its ranks, on a channel that no program has.
+Source of the idea: gloo's own tests run their ranks as threads over an in-memory store.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...base.latch import NAP
-from ...base.memory import fault_of, memory_of, tensor_of
-from ..interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
+from ..base.latch import NAP
+from ..base.memory import fault_of, memory_of, tensor_of
+from .interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 
 _MEETINGS = CHANNELS  # the channel of meetings
+_GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
 
 Bytes = NDArray[np.uint8]
 
@@ -49,11 +52,9 @@ class End:
         memory: of the tensor, whose storage it holds; of a receive by size, of what came.
         received: of a receive, what `wait` returns.
         has_met: whether the other end was posted, too, and the bytes were copied.
-        posted: of the simulation: when it was posted.
-        number: of the simulation: of a send, how many its rank had posted before.
     """
 
-    pending: RoomPending
+    pending: ThreadPending
     peer: int
     is_send: bool
     nbytes: int
@@ -61,8 +62,6 @@ class End:
     memory: Bytes | None = None
     received: Tensor | None = None
     has_met: bool = False
-    posted: float = 0.0
-    number: int = 0
 
     def __str__(self) -> str:
         if self.is_send:
@@ -85,17 +84,11 @@ class Room:
             receives.
     """
 
-    def __init__(
-        self,
-        size: int,
-        changed: Sequence[threading.Condition] = (),
-        lock: threading.RLock | None = None,
-    ) -> None:
-        """`changed`, `lock`: to use; none: new ones."""
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.lock = lock or threading.RLock()
-        self.changed = list(changed) or [threading.Condition(self.lock) for _ in range(size)]
-        self.waiting: dict[int, RoomPending] = {}
+        self.lock = threading.RLock()
+        self.changed = [threading.Condition(self.lock) for _ in range(size)]
+        self.waiting: dict[int, ThreadPending] = {}
         self.gone: set[int] = set()
         self.has_failed = False
         self.unmet: dict[Key, deque[End]] = {}
@@ -132,16 +125,11 @@ class Room:
             target.memory = target.received.numpy()
         assert source.memory is not None and target.memory is not None
         target.memory[:] = source.memory
-        source.has_met = True
-        target.has_met = True
-        self.deliver(source, target)
+        for end in (source, target):
+            end.has_met = True
+            end.pending.complete()
 
-    def deliver(self, source: End, target: End) -> None:
-        """The bytes of a message were copied: complete it."""
-        source.pending.complete()
-        target.pending.complete()
-
-    def forget(self, wire: RoomWire) -> None:
+    def forget(self, wire: ThreadWire) -> None:
         """Copy no more from or to the memory of a rank."""
         for key, ends in list(self.unmet.items()):
             others = deque(end for end in ends if end.pending.wire is not wire)
@@ -155,11 +143,15 @@ class Room:
 
         It is called when a rank begins to wait, and when one has left.
         """
-        everybody_waits = len(self.waiting) >= self.size - len(self.gone)
-        if everybody_waits and not self.may_go_on():
-            self.fail_as_stuck()
+        if len(self.waiting) < self.size - len(self.gone) or self._may_go_on():
+            return
+        stuck = [self.waiting[rank] for rank in sorted(self.waiting)]
+        story = ", ".join(pending.story() for pending in stuck)
+        failure = Failure("stuck", None, f"all ranks wait for each other: {story}")
+        for pending in stuck:
+            pending.wire.fail(failure)
 
-    def may_go_on(self) -> bool:
+    def _may_go_on(self) -> bool:
         """Whether one of the waits will end.
 
         Once a wire has failed that is so: the others are told by their group or, as that wire is
@@ -169,20 +161,33 @@ class Room:
             return True
         return any(pending.has_limit or pending.is_over() for pending in self.waiting.values())
 
-    def fail_as_stuck(self) -> None:
-        """Fail the ranks that wait, since they wait for each other."""
-        stuck = [self.waiting[rank] for rank in sorted(self.waiting)]
-        story = ", ".join(pending.story() for pending in stuck)
-        failure = Failure("stuck", None, f"all ranks wait for each other: {story}")
-        for pending in stuck:
-            pending.wire.fail(failure)
+
+def thread_wires(size: int) -> list[ThreadWire]:
+    """The wires of a group of `size` ranks, to be used by one thread each.
+
+    Raises:
+        ValueError: there are no ranks.
+
+    Example:
+        >>> import torch
+        >>> first, second = thread_wires(2)
+        >>> sent = first.post([(1, torch.tensor([1.0, 2.0]))])
+        >>> second.post((), [(0, torch.empty(2))]).wait()
+        [tensor([1., 2.])]
+        >>> sent.wait()
+        []
+    """
+    if size < 1:
+        raise ValueError(f"a group has at least one rank, not {size}")
+    room = Room(size)
+    return [ThreadWire(rank, room) for rank in range(size)]
 
 
-class RoomWire:
-    """One rank's end of a group whose messages meet in a room; a `weft.wire.interface.Wire`.
+class ThreadWire:
+    """One rank's end of a group that `thread_wires` makes; a `weft.wire.interface.Wire`.
 
     Attributes:
-        near: all ranks, or those of this one's host.
+        near: all ranks.
         room: the group's.
         lock: the room's.
         changed: notified when a wait may be over.
@@ -202,25 +207,12 @@ class RoomWire:
         self._process = os.getpid()
         self._failure: Failure | None = None
         self._is_closed = False
-        self._parts: list[tuple[RoomWire, Sequence[int]]] = []  # each with the ranks it is among
+        self._parts: list[tuple[ThreadWire, Sequence[int]]] = []  # each with the ranks it is among
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
-    ) -> RoomPending:
-        return self._begin(self.pending(), sends, recvs, channel)
-
-    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> RoomMeeting:
-        check_meeting(self, self.rank, MEETS, message, ranks)
-        pending = self.pending()
-        sent = tensor_of(bytearray(message))
-        peers = [rank for rank in ranks if rank != self.rank]
-        sends = [(peer, sent) for peer in peers]
-        self._begin(pending, sends, [(peer, MEETS) for peer in peers], _MEETINGS)
-        return RoomMeeting(pending, message, ranks.index(self.rank))
-
-    def _begin(
-        self, pending: RoomPending, sends: Sequence[Send], recvs: Sequence[Recv], channel: int
-    ) -> RoomPending:
+    ) -> ThreadPending:
+        pending = ThreadPending(self)
         self.thread = threading.get_ident()
         with self.lock:
             self.check()
@@ -232,9 +224,13 @@ class RoomWire:
                 self.room.add(end, (self.rank, peer, channel))
         return pending
 
-    def pending(self) -> RoomPending:
-        """For the messages of a new post."""
-        return RoomPending(self)
+    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> RoomMeeting:
+        check_meeting(self, self.rank, MEETS, message, ranks)
+        sent = tensor_of(bytearray(message))
+        peers = [rank for rank in ranks if rank != self.rank]
+        sends = [(peer, sent) for peer in peers]
+        pending = self.post(sends, [(peer, MEETS) for peer in peers], _MEETINGS)
+        return RoomMeeting(pending, message, ranks.index(self.rank))
 
     def lease(self, nbytes: int) -> None:
         """Any memory is as good: None."""
@@ -248,7 +244,7 @@ class RoomWire:
             text = f"the group that it is a part of broke: {failure.text}"
             part.abort(Failure("aborted", culprit, text))
 
-    def add_part(self, part: RoomWire, ranks: Sequence[int]) -> None:
+    def add_part(self, part: ThreadWire, ranks: Sequence[int]) -> None:
         """Have a wire among some of the ranks be aborted with this one."""
         self._parts.append((part, ranks))
 
@@ -288,8 +284,9 @@ class RoomWire:
             raise WireFailed(self._failure)
 
 
-class RoomPending:
-    """The messages of one post; a `weft.wire.interface.Pending`.
+class ThreadPending:
+    """The messages of one post, checked for memory that must not change; a
+    `weft.wire.interface.Pending`.
 
     Attributes:
         wire: whose post it is.
@@ -297,13 +294,15 @@ class RoomPending:
         has_limit: whether the wait for it has one.
     """
 
-    def __init__(self, wire: RoomWire) -> None:
+    def __init__(self, wire: ThreadWire) -> None:
         self.wire = wire
         self.receives: list[End] = []
         self.has_limit = False
         self._ends: list[End] = []  # of all messages, until they are complete
         self._incomplete = 0  # messages
         self._received: list[Tensor] | None = None  # what `wait` has returned
+        self._sent: list[tuple[End, Bytes, Bytes]] = []  # the bytes, and a copy of them
+        self._views: list[tuple[Bytes, Bytes]] = []  # what came by size, and a copy of it
 
     def add_receive(self, peer: int, into: Tensor | int) -> End:
         """An end that takes a message from a peer."""
@@ -311,6 +310,7 @@ class RoomPending:
             end = End(self, peer, False, into, is_sized=True)
         else:
             memory = bytes_of(into)
+            memory.fill(_GARBAGE)
             end = End(self, peer, False, len(memory), memory=memory, received=into)
         self.receives.append(end)
         self._ends.append(end)
@@ -321,6 +321,7 @@ class RoomPending:
         """An end that gives a message to a peer."""
         memory = bytes_of(tensor)
         end = End(self, peer, True, len(memory), memory=memory)
+        self._sent.append((end, memory, memory.copy()))
         self._ends.append(end)
         self._incomplete += 1
         return end
@@ -340,7 +341,8 @@ class RoomPending:
             with self.wire.lock:
                 if self._incomplete:
                     self._wait(timeout)
-                self.finish()
+                self._check_sent()
+                self._keep_what_came()
             received = [end.received for end in self.receives]
             self._received = [tensor for tensor in received if tensor is not None]
             self.receives = []  # they lead back here
@@ -358,18 +360,22 @@ class RoomPending:
             return sorted({end.peer for end in self._ends if not end.has_met})
 
     def release(self) -> None:
-        """Do nothing: what came by size is freed with its tensors."""
+        """As `Pending.release`, and see whether this rank wrote to what it may only read.
 
-    def finish(self) -> None:
-        """All messages are complete, and the first wait for them returns; with the lock held."""
+        Raises:
+            WireFailed: it did.
+        """
+        with self.wire.lock:
+            while self._views:
+                view, before = self._views.pop()
+                was_written_to = not np.array_equal(view, before)
+                view.fill(_GARBAGE)
+                if was_written_to:
+                    self._break("received bytes were written to, which may be the sender's own")
 
     def is_over(self) -> bool:
         """Whether a wait would return or raise at once; with the lock held."""
         return not self._incomplete or self.wire.failure() is not None or self._lost() is not None
-
-    def has_unmet(self) -> bool:
-        """Whether a message waits for a peer to post its other end; with the lock held."""
-        return any(not end.has_met for end in self._ends)
 
     def story(self) -> str:
         """What this rank waits for, first."""
@@ -408,7 +414,7 @@ class RoomPending:
                     return True
                 seconds = math.inf if until is None else until - time.monotonic()
                 if seconds <= 0:
-                    return self.is_over_now()
+                    return self.is_over()
                 # ended by a peer that posts the other end, by a failure of this wire (a close, an
                 # abort, a peer that is gone, all that wait), or by the time
                 wire.changed.wait(min(seconds, NAP))
@@ -417,15 +423,34 @@ class RoomPending:
                 del waiting[wire.rank]
         return True
 
-    def is_over_now(self) -> bool:
-        """The same as `is_over`, as the time of a wait is over."""
-        return self.is_over()
+    def _check_sent(self) -> None:
+        """Break the wire if a tensor has changed while it was sent; with the lock held."""
+        for end, memory, before in self._sent:
+            if not np.array_equal(memory, before):
+                text = (
+                    f"a tensor that was being sent to rank {end.peer} was changed, before it was "
+                    "waited for"
+                )
+                self._break(text)
+        self._sent.clear()
+
+    def _keep_what_came(self) -> None:
+        """Copy what came by size, to see later whether this rank wrote to it."""
+        for end in self.receives:
+            if end.is_sized:
+                assert end.memory is not None
+                self._views.append((end.memory, end.memory.copy()))
+
+    def _break(self, text: str) -> None:
+        """Break the wire, and raise what broke it; with the lock held."""
+        self.wire.fail(Failure("broken", self.wire.rank, text))
+        self.wire.check()
 
 
 class RoomMeeting:
     """The messages of one meeting; a `weft.wire.interface.PendingBytes`."""
 
-    def __init__(self, pending: RoomPending, message: bytes | bytearray, position: int) -> None:
+    def __init__(self, pending: ThreadPending, message: bytes | bytearray, position: int) -> None:
         """
         Args:
             pending: the post of the same messages, in the order of the other ranks.
