@@ -61,8 +61,7 @@ def bench(given: Namespace) -> int:
     job = cases, names, given.iters, show, given.unprivileged
     speaks = os.environ.get("RANK", "0") == "0"
     if speaks:
-        print("#", about())
-        print(_HEAD)
+        print(f"# {about()}\n{_HEAD}")
         titles = (
             *["#case", "by", "algorithm", "ms", "MB", "xbound"],
             *(f"{peer}/x" for peer in PEERS),

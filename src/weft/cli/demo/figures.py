@@ -77,7 +77,7 @@ class Run:
 
     def typical(self, name: str) -> float:
         """A figure of a step: its mean over the middle half of the steps by length."""
-        order = np.argsort(self.values("seconds"), kind="stable")
+        order = np.argsort(self.values("seconds"))
         cut = len(order) // 4
         return float(self.values(name)[order[cut : len(order) - cut]].mean())
 
