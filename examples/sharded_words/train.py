@@ -78,9 +78,9 @@ class SkipGram(nn.Module):
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.word = nn.Embedding(words, DIM, sparse=True)
-        nn.init.uniform_(self.word.weight, -0.5 / DIM, 0.5 / DIM)
+        seeded = torch.Generator().manual_seed(0)  # the same on every rank
+        nn.init.uniform_(self.word.weight, -0.5 / DIM, 0.5 / DIM, generator=seeded)
         self.context = nn.Embedding(words, DIM, sparse=True, _weight=torch.zeros(words, DIM))
 
     def forward(self, words: Tensor, others: Tensor) -> Tensor:
