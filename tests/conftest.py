@@ -32,6 +32,12 @@ from hypothesis import settings
 
 from weft.base.pace import patient
 from weft.bootstrap import local
+from weft.testing.spmd import KINDS
+
+sys.path.append(str(Path(__file__).parent))  # for the modules here that are no tests
+from checked_rounds import on_device
+
+KINDS["device"] = on_device
 
 # A shell's background job has Ctrl-C ignored, and so would have every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

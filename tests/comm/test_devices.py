@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from checked_rounds import CheckedRounds
 from weft import nn
 from weft.base.devices import as_device
 from weft.base.tensors import as_bytes
@@ -18,7 +19,6 @@ from weft.comm.named import of_module
 from weft.group import default
 from weft.schedules import dense
 from weft.testing import run, spmd
-from weft.testing.checked_rounds import CheckedRounds
 from weft.wire.torch_rounds import TorchRounds
 
 CPU = torch.device("cpu")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from checked_rounds import CheckedRounds
 from weft import kernels
 from weft.base import devices
 from weft.base.devices import Aside, as_device, is_capturing
@@ -40,7 +41,6 @@ from weft.group.worker import Worker
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, Sizes, choose, request
 from weft.testing import processes, run, threads
-from weft.testing.checked_rounds import CheckedRounds
 from weft.testing.threads import on_groups
 from weft.wire.interface import Features, WireFailed
 from weft.wire.of_devices import backend_for, refusal

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import weft
+from checked_rounds import CheckedRounds
 from weft.base.devices import as_device
 from weft.base.pace import patient
 from weft.group import joining
 from weft.testing import processes
-from weft.testing.checked_rounds import CheckedRounds
 from weft.wire.interface import Failure, WireFailed
 from weft.wire.tcp import wire as tcp
 

@@ -9,7 +9,7 @@ import torch
 from wire_clauses import in_rounds
 from wire_ranks import on_threads
 
-from weft.testing.checked_rounds import CheckedRounds
+from checked_rounds import CheckedRounds
 from weft.wire.interface import WireFailed
 from weft.wire.threads import thread_wires
 

@@ -5,20 +5,33 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-from ..base.devices import as_device
 from ..base.errors import WeftError
 from ..base.pace import patient
-from ..bootstrap.outcome import results
+from ..bootstrap.outcome import Outcome, results
 from .threads import group, on_groups
 
 TIMEOUT = 90.0  # seconds that one wait on a group may last; long, because the machine may be busy
 LIMIT = 120.0  # seconds that a whole body may take on an idle machine
 
 
-_KINDS = ("threads", "device", "processes")
+def _on_threads(
+    world: tuple[int, float], body: Callable[..., Any], args: Any, kwargs: Any, limit: float
+) -> list[Outcome]:
+    return on_groups(group(*world), body, args, kwargs, limit=limit)
+
+
+def _on_processes(
+    world: tuple[int, float], body: Callable[..., Any], args: Any, kwargs: Any, limit: float
+) -> list[Outcome]:
+    from .pool import on_pool  # here: most uses need no processes
+
+    return on_pool(world, body, args, kwargs, limit=limit)
+
+
+KINDS = {"threads": _on_threads, "processes": _on_processes}
+"""What runs a body on ranks, by what these are. weft's own tests add one."""
 
 
 def run(
@@ -39,8 +52,7 @@ def run(
         size: the number of ranks.
         body: the program of one rank. On "processes" it must be a function at the top of a module,
             and its arguments and results are pickled.
-        on: what the ranks are. "threads": threads of this process. "device": threads, but weft
-            treats CPU tensors as it treats those on an accelerator. "processes": processes, which
+        on: what the ranks are. "threads": threads of this process. "processes": processes, which
             are kept for later runs.
         timeout: seconds that any one wait may last.
         limit: seconds that the whole body may take. Ranks that have not ended then are reported as
@@ -57,16 +69,10 @@ def run(
         [10, 11, 12]
     """
     __tracebackhide__ = True  # pytest shows where the body failed, not how it was run
-    if on not in _KINDS:
-        raise WeftError(f"ranks run on {' or '.join(_KINDS)}, not on {on!r}")
+    if on not in KINDS:
+        raise WeftError(f"ranks run on {' or '.join(KINDS)}, not on {on!r}")
     most = patient(LIMIT) if limit is None else limit
-    if on == "processes":
-        from .pool import on_pool  # here: most uses need no processes
-
-        return results(on_pool((size, timeout), body, args, kwargs, limit=most), on)
-    with as_device() if on == "device" else nullcontext():
-        groups = group(size, timeout, device=on == "device")
-        return results(on_groups(groups, body, args, kwargs, limit=most), on)
+    return results(KINDS[on]((size, timeout), body, args, kwargs, most), on)
 
 
 def spmd(

@@ -21,7 +21,6 @@ from ..group import default
 from ..group.group import Group
 from ..group.session import Session
 from ..wire.threads import ThreadWire, thread_wires
-from .checked_rounds import CheckedRounds
 
 
 def group(
@@ -29,7 +28,6 @@ def group(
     timeout: float = 5.0,
     *,
     hosts: Sequence[str] | None = None,
-    device: bool = False,
 ) -> list[Group]:
     """The group of each of `size` ranks, to be used by one thread each.
 
@@ -38,7 +36,6 @@ def group(
         timeout: seconds that any one wait may last. Where all ranks wait for each other, they are
             told at once.
         hosts: the name of each rank's machine, for code that treats those of one host alike.
-        device: tensors of the CPU, `as_device`, go in rounds, which are checked (`CheckedRounds`).
 
     Raises:
         WeftError: there are no ranks, not one host for each, or `timeout` is no number of seconds.
@@ -56,11 +53,7 @@ def group(
         raise WeftError(error)
     names = names_of_hosts(hosts or ["threads"] * size, size)
     crew = Crew(thread_wires(size), names, timeout, _more_wires)
-    sessions = crew.sessions()
-    for each in sessions:
-        if device:
-            each.carry_device(CheckedRounds(each.cpu.wire), "checked")
-    return [Group(each) for each in sessions]
+    return [Group(each) for each in crew.sessions()]
 
 
 def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:

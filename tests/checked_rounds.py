@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..wire.interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
+from weft.base.devices import as_device
+from weft.bootstrap.outcome import Outcome
+from weft.testing import threads
+from weft.wire.interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
 
 _TOTALS = (1 << 30) + 1  # a channel that other messages on the wire below do not use
 _MESSAGES = (1 << 30) + 2  # another one
+
+
+def on_device(
+    world: tuple[int, float], body: Callable[..., Any], args: Any, kwargs: Any, limit: float
+) -> list[Outcome]:
+    """Ranks that are threads, where CPU tensors go the way of those on an accelerator."""
+    with as_device():
+        groups = threads.group(*world)
+        for each in groups:
+            each.session.carry_device(CheckedRounds(each.session.cpu.wire), "checked")
+        return threads.on_groups(groups, body, args, kwargs, limit=limit)
 
 
 class CheckedRounds:
