@@ -226,7 +226,7 @@ def test_memory_is_its_workspace_and_not_the_rows_of_all(kind):
         def counted(nbytes):
             nonlocal peak
             leases.append((lease(nbytes), nbytes))
-            peak = max(peak, sum(size for one, size in leases if one.is_held))
+            peak = max(peak, sum(size for one, size in leases if one._pool is not None))
             return leases[-1][0]
 
         step = ranks if kind == "disjoint" else 2

@@ -117,16 +117,6 @@ def untransformed(function: Callable[P, T]) -> Callable[P, T]:
     return entry(without_transforms(function))
 
 
-def there_are(known: Iterable[str]) -> str:
-    """The end of an error about a name: those that there are.
-
-    Example:
-        >>> there_are(["tcp", "mpi"])
-        'there are mpi, tcp'
-    """
-    return f"there are {', '.join(sorted(known))}"
-
-
 def meant(given: object, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """A question to add to an error about a name that is unknown; empty: nothing is like it.
 

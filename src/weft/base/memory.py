@@ -30,7 +30,7 @@ from .tensors import as_bytes, is_plain
 
 _log = logging.getLogger("weft")
 
-_SMALLEST = 1 << 12  # bytes; a block is never smaller, unless a pool says so
+_SMALLEST = 1 << 12  # bytes; a block is never smaller
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)  # which torch makes of no memory
@@ -61,11 +61,6 @@ class Lease:
         self._block = block
         self._nbytes = tensor.numel()
         self.tensor = tensor
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it was not released yet."""
-        return self._pool is not None
 
     def release(self) -> None:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
@@ -112,8 +107,7 @@ class Pool:
         peak: the most bytes that were leased at once; to measure, set it to `lent` first.
     """
 
-    def __init__(self, smallest: int = _SMALLEST, device: torch.device | None = None) -> None:
-        self._smallest = smallest
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
         self.source: Source | None = None
@@ -138,7 +132,7 @@ class Pool:
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
         if self._device is None:
-            size = max(self._smallest, 1 << max(0, nbytes - 1).bit_length())
+            size = max(_SMALLEST, 1 << max(0, nbytes - 1).bit_length())
         else:
             size = nbytes
         with self._lock:

@@ -158,11 +158,6 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (steps + 1) * tensor.itemsize
 
 
-def share_addresses(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges of addresses have some in common."""
-    return one[0] < other[1] and other[0] < one[1]
-
-
 def shares_elements(tensor: Tensor) -> bool:
     """Whether elements of a strided tensor share memory: what is written to one is in others, too.
 

@@ -1,10 +1,9 @@
-"""The terms of a call: of five numbers of each rank all know the smallest, and of one the sum.
+"""The terms of a call: of five numbers of each rank all know the smallest.
 
 In the body of its statement a rank says whether its tensors record gradients, whether it is under
-`torch.no_grad()`, how much it may move at once, a digest of something that may differ, and a
-summand: where both ends of each pair of ranks must have the same, all of it cancels. A call may add
-bytes of its own (a mask, a small payload): if statements are direct, each rank gets those of every
-rank; else they are combined by bitwise "or".
+`torch.no_grad()`, how much it may move at once, and a digest of something that may differ. A call
+may add bytes of its own (a mask, a small payload): if statements are direct, each rank gets those
+of every rank; else they are combined by bitwise "or".
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ from .statement import BODY, Private
 NO_LIMIT = (1 << 63) - 1
 """The limit of a rank that has none."""
 
-MODULUS = (1 << 61) - 1
-"""Of the sum of the ranks' summands: a prime."""
-
 _NOBODY, _RANKS = NO_LIMIT, 1 << 31
 # this rank if it records, this rank if it is under no_grad (else `_NOBODY`), the limit, the digest,
-# its complement, of which the smallest is that of the largest; the summand
-_SAID = struct.Struct("<6q")
+# and its complement, of which the smallest is that of the largest
+_SAID = struct.Struct("<5q")
 
 ROOM = BODY - _SAID.size
 """Bytes that a call may state of its own."""
@@ -67,14 +63,12 @@ class Terms:
         records: whether some rank records gradients; then all take part in backward.
         limit: the smallest limit.
         equal: whether all digests are equal.
-        total: the sum of all summands modulo `MODULUS`.
         opening: the rest.
     """
 
     records: bool
     limit: int
     equal: bool
-    total: int
     opening: Opening
 
     def own(self, nbytes: int | None = None) -> list[memoryview]:
@@ -102,7 +96,6 @@ def agreed(
     mode: Mode | None = None,
     limit: int = NO_LIMIT,
     digest: int = 0,
-    summand: int = 0,
     own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
     watch: Callable[[Awaited], object] | None = None,
@@ -117,7 +110,6 @@ def agreed(
         mode: of a differentiable call, else None.
         limit: how much this rank may move at once, in the call's units.
         digest: an int64 to be compared with the others'.
-        summand: a number below `MODULUS`, from 0 on, to be added to the others'.
         own: bytes of the call's own, at most `ROOM`.
         private: as for `opened`, with `own` at most `ROOM` bytes.
         watch: as for `opened`.
@@ -133,21 +125,19 @@ def agreed(
         limit,
         digest,
         ~digest,
-        summand,
     )
     body = bytearray().join([numbers, own])
     with opened(
         group, call, fields, error, body, _combine, watch=watch, private=private
     ) as opening:
-        *said, summands = zip(*opening.read(_numbers), strict=True)
+        said = zip(*opening.read(_numbers), strict=True)
         recorder, without, least, lowest, highest = map(min, said)
         if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
                 f"rank {recorder} records gradients of {call}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        total = sum(summands) % MODULUS
-        yield Terms(recorder != _NOBODY, least, lowest == ~highest, total, opening)
+        yield Terms(recorder != _NOBODY, least, lowest == ~highest, opening)
 
 
 def _numbers(body: memoryview) -> tuple[int, ...]:
@@ -155,8 +145,6 @@ def _numbers(body: memoryview) -> tuple[int, ...]:
     numbers = _SAID.unpack_from(body)
     if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
         raise ValueError(f"it says {numbers}")
-    if not 0 <= numbers[-1] < MODULUS:
-        raise ValueError(f"its summand is {numbers[-1]}")
     return numbers
 
 
@@ -169,8 +157,7 @@ def _own(body: memoryview, nbytes: int | None) -> memoryview:
 
 
 def _combine(lower: memoryview, upper: memoryview) -> bytes:
-    (*left, summand), (*right, other) = _numbers(lower), _numbers(upper)
-    numbers = [*map(min, left, right), (summand + other) % MODULUS]
+    numbers = map(min, _numbers(lower), _numbers(upper))
     size = min(len(lower), len(upper))  # bits of different lengths mean nothing
     bits = (np.frombuffer(each[_SAID.size : size], np.uint8) for each in (lower, upper))
     return _SAID.pack(*numbers) + np.bitwise_or(*bits).tobytes()

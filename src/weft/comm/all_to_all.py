@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..base.arguments import shown
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of, tensor_of
@@ -29,7 +30,7 @@ from ..group.channels import SMALL
 from ..group.group import Group
 from ..schedules import dense_all_reduce
 from .differentiable import Linear, apply
-from .staging import ALONG, most_to_each, moved, number_of_bytes, unsendable, wrong_bytes
+from .staging import ALONG, most_to_each, moved, number_of_bytes, unsendable
 
 _NAME = "all_to_all"
 _CAP = 8 + 8 * MOST_DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
@@ -99,7 +100,9 @@ def _wrong(inputs: object, size: int) -> str | None:
 
 def check_round(round_bytes: object) -> str | None:
     """What is wrong with a caller's `round_bytes`, or None."""
-    return None if round_bytes is None else wrong_bytes("round_bytes", round_bytes)
+    if round_bytes is None or number_of_bytes(round_bytes) > 0:
+        return None
+    return f"round_bytes is {shown(round_bytes)}: pass a positive number of bytes"
 
 
 def limit_of(round_bytes: object) -> int:

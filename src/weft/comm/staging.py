@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..base.arguments import as_integer, shown
+from ..base.arguments import as_integer
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking, serves
 from ..call.opening import is_direct
@@ -51,13 +51,6 @@ def unfollowed(name: str, tensor: Tensor) -> str | None:
     if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]  # torch's
         return f"{name} {_WITH_TANGENT}"
     return None
-
-
-def wrong_bytes(name: str, count: object) -> str | None:
-    """What is wrong with an argument, called `name`, that is to be a number of bytes, or None."""
-    if number_of_bytes(count) > 0:
-        return None
-    return f"{name} is {shown(count)}: pass a positive number of bytes"
 
 
 def number_of_bytes(given: object) -> int:

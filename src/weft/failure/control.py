@@ -191,7 +191,6 @@ class RollCall:
         size: int,
         *,
         step: str,
-        look: Callable[[], None] = check_nothing,
         patience: float | None = None,
         busy_until: float = -math.inf,
     ) -> None:
@@ -201,7 +200,6 @@ class RollCall:
             store: that all ranks share.
             rank, size: this rank, and how many there are.
             step: what the ranks are doing, for errors.
-            look: called as long as this rank waits; raises once one is known not to come.
             patience: seconds in which the others answer; None: `PATIENCE`.
             busy_until: when the others are through with the step at the latest, by
                 `time.monotonic`, if they cannot answer before.
@@ -210,7 +208,6 @@ class RollCall:
         self._rank = rank
         self._size = size
         self._step = step
-        self._look = look
         self._patience = PATIENCE if patience is None else patience
         self._busy_until = busy_until
         self._came_in_time = False  # to where all are to be
@@ -244,7 +241,6 @@ class RollCall:
 
     def check(self) -> None:
         """Answer a roll call, if there was one, and raise NotJoinedError if a failure was told."""
-        self._look()
         if self._store.check(["roll call"]):
             self._answer()
         if self._store.check(["outcome"]):

@@ -95,14 +95,12 @@ class ControlLinks(Protocol):
 class SocketLinks:
     """Links over sockets, with a thread of their own."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket], name: str = "weft detector") -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         """
         Args:
             sockets: one to each peer, non-blocking.
-            name: of the thread.
         """
         self._sockets = dict(sockets)
-        self._name = name
         self._lock = threading.RLock()  # of the sockets, while they are written to or closed
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -118,7 +116,9 @@ class SocketLinks:
         return sorted(self._sockets)
 
     def start(self, reader: Reader) -> None:
-        thread = threading.Thread(target=self._run, args=[reader], name=self._name, daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=[reader], name="weft detector", daemon=True
+        )
         thread.start()
         self._thread = thread
 

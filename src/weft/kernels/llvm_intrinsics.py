@@ -13,14 +13,11 @@ when it is stored in half precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic, register_jitable
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from numba.extending import intrinsic
 
 KINDS = {"f32": 0, "f64": 1, "f16": 2, "bf16": 3, "i8": 4, "i16": 5, "i32": 6, "i64": 7, "u8": 8}
 CODES = {"sum": 0, "prod": 1, "min": 2, "max": 3, "band": 4, "bor": 5, "bxor": 6}
@@ -38,12 +35,6 @@ _KINDS_OF = {
 }
 _FLOAT_CODES = ("sum", "prod", "min", "max")
 _LINE = 64  # bytes of a line of the cache
-
-
-def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a Python function a part of the loops that call it."""
-    made: Callable[P, R] = register_jitable(function)
-    return made
 
 
 def _word(typing: Callable[..., Any]) -> Any:
