@@ -33,6 +33,23 @@ FENCE = re.compile(
 )
 
 
+# of packages in the design's table: what else is named there, and files that go without a name
+MORE_THAN_FILES = {
+    "base": {"entry"},
+    "testing": {"run", "check_algorithm"},
+    "sparse": {"split"},
+}
+FILES_OF_A_KIND = {
+    "compat": {"arguments"},
+    "trainers": {"frameworks"},
+    "cli": {"words"},
+    "nn": {
+        *("all_gather", "all_sum_reduce", "all_to_all", "broadcast", "halo", "repartition"),
+        *("scatter", "zero_volume"),
+    },
+}
+
+
 def name(page):
     return str(page.relative_to(ROOT))
 
@@ -122,6 +139,30 @@ def test_options_in_the_prose_exist(page, command):
     prose = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     shown = set(re.findall(r"`(--[a-z-]+)", prose))
     assert shown == known
+
+
+def rows_of_design(heading):
+    """The cells of each row of the first table below a heading of the page on the design."""
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
+    lines = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("| `")]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_the_packages_of_the_design_name_every_file():
+    source = ROOT / "src/weft"
+    rows = {cells[0].strip("`/"): cells[1] for cells in rows_of_design("Packages")}
+    assert rows.keys() == {each.parent.name for each in source.glob("*/__init__.py")}
+    for package, text in rows.items():
+        named = {each.strip("/") for each in re.findall(r"`([a-z_]+/?)`", text)}
+        files = {each.stem for each in (source / package).iterdir()} - {"__init__", "__pycache__"}
+        assert named - files - MORE_THAN_FILES.get(package, set()) == set(), package
+        assert files - named - FILES_OF_A_KIND.get(package, set()) == set(), package
+
+
+def test_the_path_of_a_call_leads_along_files():
+    for where, *_ in rows_of_design("The path of one call"):
+        for path in re.findall(r"`([^`]+)`", where):
+            assert (ROOT / "src/weft" / path).exists(), path
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
