@@ -60,11 +60,28 @@ def rows_of(group: weft.Group | None = None) -> list[int]:
 # Alone.
 
 
-def test_a_group_of_one_is_told_of(caplog) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        (None, ""),
+        ("MASTER_ADDR", "node1"),
+        ("SLURM_NTASKS", "8"),
+        ("SLURM_NTASKS", "1"),
+        ("PMIX_RANK", "0"),
+    ],
+)
+def test_a_group_of_one_is_told_of_and_warned_of_where_more_is_meant(
+    variable, value, monkeypatch, caplog
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
     with caplog.at_level("INFO", "weft"), init():
         pass
     (said,) = (record for record in caplog.records if "a group of one" in record.message)
     assert "start the program with torchrun --nproc-per-node N, mpirun or srun" in said.message
+    warns = variable is not None and value != "1"
+    assert (said.levelname == "WARNING") == warns
+    assert (f"though the environment has {variable}={value};" in said.message) == warns
 
 
 def test_alone_it_is_a_group_of_one() -> None:

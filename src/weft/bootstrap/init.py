@@ -46,8 +46,18 @@ T = TypeVar("T")
 
 TIMEOUT = 300.0  # seconds, of a group that weft starts
 TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
+# that a place to meet sets, and launchers that weft does not know
+_OF_MORE_RANKS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_WORLD_SIZE",
+    "PMIX_RANK",
+    "PALS_RANKID",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+)
 _log = logging.getLogger("weft")
-
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -325,10 +335,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         raise WeftError(refusal)
     kernels.prepare()
     if place is None:
-        _log.info(
-            "a group of one; for more ranks start the program with torchrun --nproc-per-node N, "
-            "mpirun or srun"
-        )
+        _tell_alone(launch, env)
         backend = asked.backend or backends.best([backends.able()])
         _alone(backends.spec(backend), asked.limit)
         return None
@@ -391,6 +398,20 @@ def _check_backend(backend: str | None) -> None:
             f"backend={backend!r} was asked for, but torch.distributed is initialised already "
             f"with {there}: leave backend= out to use that"
         )
+
+
+def _tell_alone(launch: launchers.Launch, env: Mapping[str, str]) -> None:
+    """Log that this is a group of one; as a warning, if the environment means more ranks."""
+    several = [name for name in ("SLURM_NTASKS", "SLURM_NNODES") if env.get(name, "1") != "1"]
+    meant = several + [name for name in _OF_MORE_RANKS if env.get(name)]
+    if launch.kind != "alone":  # a launcher that is known has said that it is one
+        meant = []
+    _log.log(
+        logging.WARNING if meant else logging.INFO,
+        "a group of one%s; for more ranks start the program with torchrun --nproc-per-node N, "
+        "mpirun or srun, or set RANK and WORLD_SIZE",
+        f", though the environment has {meant[0]}={env[meant[0]]}" if meant else "",
+    )
 
 
 def _alone(spec: str, timeout: float) -> None:
