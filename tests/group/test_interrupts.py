@@ -193,6 +193,7 @@ def check(make: Make, interrupter: Interrupter, *, goes_on: bool) -> Case | None
 
     def program() -> None:
         case.error = interrupt(make(case), interrupter)
+        assert type(case.error) is not ValueError, case.error  # of a step that was made twice
         case.after()
         if goes_on:
             worker.call("next", lambda: None)

@@ -158,8 +158,8 @@ def topk_hook(state: TopK, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Use it as `ddp_model.register_comm_hook(weft.ddp.TopK(density), weft.ddp.topk_hook)`, on every
     rank, before the first backward. Gradients that are sparse tensors are sent whole. A model with
-    tables that a batch may leave unused needs `keep_tables_used(model)` too. If a reduction raises
-    a `WeftError`, its residuals become what they were before the step, up to rounding.
+    tables that a batch may leave unused needs `keep_tables_used(model)` too. The residuals of a
+    reduction that raises stay as they were.
 
     Raises:
         WeftError: from `backward()`: settings are wrong or differ between ranks, or a residual that

@@ -6,6 +6,7 @@ figures of a sparse call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any, cast
@@ -67,10 +68,11 @@ class CallStats:
         self.seconds = time.perf_counter() - start
 
     def end(self, error: str = "") -> None:
-        """Note that the call has ended."""
+        """Note that the call has ended; once more, if an interrupt comes as it does."""
         self.measure()
         self.error = error
-        _running.remove(self)
+        with contextlib.suppress(ValueError):
+            _running.remove(self)
 
 
 def call_elsewhere(group: str) -> CallStats | None:
