@@ -65,7 +65,6 @@ local.PRELOAD += [
     "weft.compat.oneccl",
     "weft.ddp",
     "weft.nn",
-    "weft.testing.cases",
 ]
 
 # No deadline for one example: a machine that is busy with other things is no defect.

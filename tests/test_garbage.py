@@ -14,11 +14,10 @@ import pytest
 import torch
 
 import weft
+from cases import on_hosts, set_rate
 from weft.base.pace import patient
 from weft.group.channels import OPENINGS
-from weft.sparse.rate import set_rate
 from weft.testing import run
-from weft.testing.cases import on_hosts
 from weft.wire.tcp import connection
 
 CULPRIT = 1

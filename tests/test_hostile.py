@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import weft
+from cases import in_case
 from weft.group import default
 from weft.testing import run, spmd
-from weft.testing.cases import in_case
 
 RANKS, CULPRIT = 2, 1
 

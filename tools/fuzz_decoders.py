@@ -44,11 +44,12 @@ from weft.failure import messages
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
-from weft.sparse.rate import set_rate
 from weft.testing import run
-from weft.testing.cases import on_hosts
 from weft.wire.interface import Features
 from weft.wire.tcp.connection import Connection, Receive
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for the modules there that are no tests
+from cases import on_hosts, set_rate
 
 REPLAYED = 20  # executions of which one replays a call
 WRONG = 20  # after which a child ends

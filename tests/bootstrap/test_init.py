@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from cases import in_case
 from weft import kernels, version
 from weft.base.errors import WeftError, WireError
 from weft.base.pace import patient
@@ -28,7 +29,6 @@ from weft.bootstrap.init import init, shutdown
 from weft.bootstrap.local import launch
 from weft.group import default, process_group
 from weft.testing import processes
-from weft.testing.cases import in_case
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 

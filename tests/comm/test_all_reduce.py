@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import weft
+from cases import in_case
 from weft.testing import spmd
-from weft.testing.cases import in_case
 
 EVERYWHERE = ("threads", "device", "processes")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import weft
+from cases import in_case
 from weft.base.memory import fresh
 from weft.base.tensors import as_bytes
 from weft.comm.staging import moved
 from weft.group.channels import ROUNDS
 from weft.testing import spmd
-from weft.testing.cases import in_case
 
 EVERYWHERE = ("threads", "device", "processes")
 

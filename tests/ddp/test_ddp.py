@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cases import in_case
 from weft import ddp
 from weft.base.devices import as_device
 from weft.base.errors import Error, WeftError, WireError
@@ -43,7 +44,6 @@ from weft.group.callbacks import Callbacks
 from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
-from weft.testing.cases import in_case
 
 VOCABULARY, WIDTH = 40, 4
 

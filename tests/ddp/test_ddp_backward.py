@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from cases import in_case
 from weft import ddp
 from weft.base.errors import WeftError, WireError
 from weft.base.pace import patient
 from weft.bootstrap.init import init
 from weft.bootstrap.local import launch
-from weft.testing.cases import in_case
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from cases import in_case
 from weft.base.arguments import LONGEST
 from weft.base.errors import Error, StillRunning, WeftError, WireError
 from weft.base.pace import patient
@@ -36,7 +37,6 @@ from weft.group.turns import Turn, Turns
 from weft.group.worker import Work
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd, threads
-from weft.testing.cases import in_case
 
 
 @pytest.fixture

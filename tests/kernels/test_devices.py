@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from cases import in_case
 from weft import kernels
 from weft.base.devices import as_device
 from weft.kernels import jit, reference
 from weft.kernels.ops import DTYPES, OPS, Op
-from weft.testing.cases import in_case
 
 assert jit.loops() is not None, jit.describe()
 FIRST = Op("callable first", lambda left, right: left.clone(), builtin=False)

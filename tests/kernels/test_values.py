@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from cases import in_case
 from weft import kernels
 from weft.base.devices import as_device
 from weft.kernels import cpu, jit, pool, reference
 from weft.kernels.ops import DTYPES, OPS, Op
-from weft.testing.cases import in_case
 
 CODE = jit.loops()
 assert CODE is not None, jit.describe()

@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 
+from cases import in_case, on_hosts
 from weft import WeftError
 from weft.kernels import pool
 from weft.schedules import dense, hosts_of
 from weft.schedules.hosts import Grid
 from weft.testing import run
-from weft.testing.cases import in_case, on_hosts
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)

@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from cases import in_case, on_hosts, set_rate
 from weft.base.devices import as_device
 from weft.group.channels import LISTS, SUMS, VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
-from weft.sparse.rate import set_rate
 from weft.testing import expected, processes, run, spmd
-from weft.testing.cases import in_case, on_hosts
 
 NAMES = ["auto", *sorted(ALGORITHMS)]
 SLOW = 15  # the rate of a link on which lists are packed, and chunks are short

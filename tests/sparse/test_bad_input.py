@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import weft
+from cases import in_case
 from weft.sparse import ALGORITHMS
 from weft.testing import run, spmd
-from weft.testing.cases import in_case
 
 
 def good(group, width=4):

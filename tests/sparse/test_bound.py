@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import weft
+from cases import on_hosts
 from weft.sparse import Sizes, last_call
 from weft.sparse.bound import rows_of_average, rows_of_busiest
 from weft.testing import run
-from weft.testing.cases import on_hosts
 
 
 def closed(sums):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import weft
+from cases import on_hosts
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, choose
 from weft.sparse.choose import Line, chosen, first_served, is_eager, lines, serves
 from weft.testing import run
-from weft.testing.cases import on_hosts
 
 
 def of(ranks=8, rows=50_000, hosts=None, **changes):

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from cases import on_hosts, set_rate
 from weft.base.memory import Pool
 from weft.sparse import codec, last_call
-from weft.sparse.rate import set_rate
 from weft.testing import spmd
-from weft.testing.cases import on_hosts
 
 
 def there_and_back(indices, gaps):

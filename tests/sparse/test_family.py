@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from cases import in_case, on_hosts
 from weft.base.devices import on_host
 from weft.group.channels import LISTS
 from weft.group.group import Group
@@ -17,7 +18,6 @@ from weft.schedules import dense_all_reduce
 from weft.sparse import last_call
 from weft.sparse.family.reduce import DIRECTLY
 from weft.testing import expected, run, spmd
-from weft.testing.cases import in_case, on_hosts
 
 SIZES = (1, 2, 3, 7)
 THREADS = ("threads", "device")

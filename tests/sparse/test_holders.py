@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
+from cases import on_hosts, set_rate
 from weft import kernels
 from weft.group.channels import SUMS, VALUES
 from weft.sparse import choose
 from weft.sparse.algorithms.holders import weights
 from weft.sparse.call import Call
 from weft.sparse.local_rows import LocalRows
-from weft.sparse.rate import set_rate
 from weft.sparse.relay import relay_memory, relay_rows
 from weft.testing import expected, run, spmd
-from weft.testing.cases import on_hosts
 
 SLOW = 12  # the rate of a link on which chunks are as small as they get: of few rows there are some
 WIDTH = 16

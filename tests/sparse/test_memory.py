@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
+from cases import on_hosts, set_rate
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, choose
-from weft.sparse.rate import set_rate
 from weft.sparse.stages import in_stages, places_in
 from weft.testing import run
-from weft.testing.cases import on_hosts
 
 COUNT, WIDTH = 12_000, 80
 OPENING = 416 << 10  # bytes of a statement and the first messages of two lists, from each peer

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer
 
 import weft
+from cases import in_case
 from weft.testing import spmd
-from weft.testing.cases import in_case
 
 # torch's own, where jvp takes an operation apart
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

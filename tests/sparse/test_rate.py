@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import weft
+from cases import on_hosts, set_rate
 from weft.schedules.hosts import Hosts
 from weft.sparse import Sizes
-from weft.sparse.rate import GUESS, fitted, learn, rate_of, set_rate, stated, suited
+from weft.sparse.rate import GUESS, fitted, learn, rate_of, stated, suited
 from weft.testing import run, threads
-from weft.testing.cases import on_hosts
 
 SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, places=10**6, hosts=Hosts((0, 1)))
 

@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from cases import on_hosts, set_rate
 from weft import kernels
 from weft.sparse import ALGORITHMS, last_call
-from weft.sparse.rate import set_rate
 from weft.testing import expected, processes, run
-from weft.testing.cases import on_hosts
 
 RANKS = 4
 MOST = 8  # ranks

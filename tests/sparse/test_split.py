@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weft
+from cases import on_hosts, set_rate
 from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
@@ -21,10 +22,8 @@ from weft.sparse.call import Call
 from weft.sparse.choose import Line
 from weft.sparse.header import Header
 from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
-from weft.sparse.rate import set_rate
 from weft.sparse.stages import in_stages
 from weft.testing import expected, run, spmd
-from weft.testing.cases import on_hosts
 
 HOSTS = {  # by name of each rank's host
     2: ("ab", "aa"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import weft
+from cases import in_case
 from weft import kernels
 from weft.base.devices import as_device, on_host
 from weft.kernels import reference
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
-from weft.testing.cases import in_case
 
 THREADS = ("threads", "device")
 EVERYWHERE = (*THREADS, "processes")

@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 import os
 
-import torch
-
 from ..base.errors import WeftError
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
@@ -26,6 +24,9 @@ GUESS = 15
 MOST = 40
 """No rate is higher."""
 
+RATE = "rate of the link"
+"""Where a group's state keeps the best rate so far."""
+
 _LARGE = 1_000_000  # bytes of the bound, from which the time of a call says something of the link
 _PACKED = 19  # half a gigabyte a second, from which packing lists takes longer than it saves
 _CHUNK = 3  # chunks of 2^3 ms: 32 to 128 KiB at 100 Mbit/s and 512 at 1 Gbit/s were the best
@@ -33,12 +34,10 @@ _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk betw
 _NEAR = 1 << 24  # bytes of one chunk of every rank together, if all share a host
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 
-_RATE = "rate of the link"  # of a group's state
-
 
 def stated(group: Group) -> int:
     """The rate that this rank states in the opening of a call."""
-    return group.state.get(_RATE) or _guessed()
+    return group.state.get(RATE) or _guessed()
 
 
 def learn(group: Group, sizes: Sizes, union: int, seconds: float) -> None:
@@ -52,7 +51,7 @@ def learn(group: Group, sizes: Sizes, union: int, seconds: float) -> None:
     """
     nbytes = sizes.bound(union)
     if nbytes >= _LARGE and not sizes.on_one_host and not sizes.staying:
-        group.state[_RATE] = max(group.state.get(_RATE, 0), rate_of(nbytes / seconds))
+        group.state[RATE] = max(group.state.get(RATE, 0), rate_of(nbytes / seconds))
 
 
 def rate_of(bytes_a_second: float) -> int:
@@ -63,11 +62,6 @@ def rate_of(bytes_a_second: float) -> int:
         (16, 15)
     """
     return min(max(1, int(bytes_a_second / 1000).bit_length() - 1), MOST)
-
-
-def set_rate(group: Group, rate: int) -> None:
-    """Have this rank state a rate from here on, until a call is quicker: a switch for tests."""
-    group.on(torch.device("cpu")).state[_RATE] = rate
 
 
 def suited(sizes: Sizes, group: Group, rate: int, *, staying: bool) -> Sizes:

@@ -1,11 +1,14 @@
-"""Many cases in one group of ranks: what goes wrong in one says in which, and on which hosts."""
+"""Many cases in one group of ranks, of hosts and rates, too: what goes wrong says in which."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..group.group import Group
+import torch
+
+from weft.group.group import Group
+from weft.sparse import rate
 
 
 @contextmanager
@@ -17,14 +20,6 @@ def in_case(*case: object) -> Iterator[None]:
 
     Args:
         case: what the case is, in one or more parts.
-
-    Example:
-        >>> try:
-        ...     with in_case("sum", 3):
-        ...         raise ValueError("wrong")
-        ... except ValueError as error:
-        ...     error.__notes__
-        ["in the case 'sum', 3"]
     """
     __tracebackhide__ = True  # pytest shows where the body failed
     try:
@@ -39,14 +34,6 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
     """A block in which the ranks of a group are on hosts of these names, one for each rank.
 
     Ranks of a test share one machine; what they do between hosts is tried so.
-
-    Example:
-        >>> from weft.testing import run
-        >>> def program(group):
-        ...     with on_hosts(group, "aab"):
-        ...         return group.hosts
-        >>> run(3, program)[0]
-        ('a', 'a', 'b')
     """
     before = group.session.hosts
     group.session.hosts = tuple(names)
@@ -54,3 +41,8 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         group.session.hosts = before
+
+
+def set_rate(group: Group, number: int) -> None:
+    """Have this rank state a rate of the link from here on, until a call is quicker."""
+    group.on(torch.device("cpu")).state[rate.RATE] = number
