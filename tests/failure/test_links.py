@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -206,6 +207,25 @@ def test_the_end_of_a_socket_is_news():
     assert reader.data == {1: b"x"}
     assert first.peers() == []
     first.close()
+
+
+@pytest.fixture
+def signals():
+    """The SIGPIPEs that came: at its default, which programs may set, one ends the process."""
+    came = []
+    before = signal.signal(signal.SIGPIPE, lambda *_: came.append("SIGPIPE"))
+    yield came
+    signal.signal(signal.SIGPIPE, before)
+
+
+def test_a_send_to_one_that_has_gone_is_no_signal(signals):
+    first, second = over_sockets(2)
+    second.close()
+    for _ in range(2):
+        first.send(1, b"a")
+    first.close(b"goodbye")
+    first.wake()
+    assert signals == []
 
 
 def test_nothing_follows_a_message_of_which_a_part_was_sent():

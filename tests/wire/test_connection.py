@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 
@@ -40,6 +41,19 @@ def test_a_short_message_follows_its_frame_at_once(ends):
     connection.send(3, Outgoing(torch.arange(5, dtype=torch.uint8)))
     connection.flush()
     assert bytes_at(theirs) == FRAME.pack(DATA, 3, 5, 0) + bytes(range(5))
+
+
+def test_a_send_to_one_that_has_gone_ends_the_connection_and_is_no_signal(ends):
+    connection, theirs = ends
+    came = []
+    before = signal.signal(signal.SIGPIPE, lambda *_: came.append("SIGPIPE"))
+    try:
+        theirs.close()
+        connection.send(3, Outgoing(torch.arange(5, dtype=torch.uint8)))
+        connection.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert connection.lost and came == []
 
 
 def test_a_long_message_follows_its_frame_when_there_is_a_credit(ends):

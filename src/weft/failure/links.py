@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from ..rendezvous.address import NO_SIGNAL
+
 LONGEST = 1 << 16
 """Bytes that are read at once, and of a message between detectors at most."""
 PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
@@ -126,14 +128,14 @@ class SocketLinks:
         with self._lock:
             sock = self._sockets.get(peer)
             try:
-                if sock is not None and sock.send(data) < len(data):
+                if sock is not None and sock.send(data, NO_SIGNAL) < len(data):
                     sock.shutdown(socket.SHUT_WR)  # half a message: nothing may follow it
             except OSError:
                 return  # the reading side will tell
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
-            self._waker.send(b"\0")
+            self._waker.send(b"\0", NO_SIGNAL)
 
     def close(self, goodbye: bytes = b"") -> None:
         if goodbye:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # of a send to one that has gone; not on macOS
 GLOO = "GLOO_SOCKET_IFNAME"
 VARIABLES = ("WEFT_INTERFACE", "SAR_SOCKET_NAME", GLOO)
 

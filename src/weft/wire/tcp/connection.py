@@ -74,6 +74,7 @@ import torch
 from torch import Tensor
 
 from ...base.memory import Lease, Pool, fault_of, fresh, memory_of
+from ...rendezvous.address import NO_SIGNAL
 from . import shm
 
 _START = ctypes.c_char * 0  # where memory begins
@@ -361,7 +362,7 @@ class Connection:
             if not parts:
                 self._load()
             try:
-                sent = self.sock.sendmsg(parts)
+                sent = self.sock.sendmsg(parts, (), NO_SIGNAL)
             except BlockingIOError:
                 return
             except OSError as error:

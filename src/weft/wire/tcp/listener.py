@@ -48,6 +48,7 @@ from typing import Any
 import psutil
 
 from ...base.errors import AbsentError, WireError
+from ...rendezvous.address import NO_SIGNAL
 from ..start import check_nothing
 
 MESSAGES = 0
@@ -331,7 +332,8 @@ class Attempt:
                 return False
             self._signed = self._received + self._hello
             self._received = b""
-            self.sock.send(self._hello + _proof(self._token, _CONNECTS, self._signed))
+            hello = self._hello + _proof(self._token, _CONNECTS, self._signed)
+            self.sock.send(hello, NO_SIGNAL)
         if not self._read(_PROOF):
             return False
         if not compare_digest(self._received, _proof(self._token, _LISTENS, self._signed)):
@@ -509,7 +511,8 @@ class Acceptor:
     def confirm(self, candidate: Candidate) -> socket.socket:
         """Send the listener's proof to one that `proven` gave; its socket."""
         with contextlib.suppress(OSError):  # the other end is gone
-            candidate.sock.send(_proof(self._token, _LISTENS, candidate.signed))
+            proof = _proof(self._token, _LISTENS, candidate.signed)
+            candidate.sock.send(proof, NO_SIGNAL)
         return candidate.sock
 
     def refuse(self, candidate: Candidate, why: str) -> None:
@@ -560,7 +563,7 @@ class Acceptor:
         origin = "this host" if sock.family == socket.AF_UNIX else name[0]
         candidate = Candidate(sock, origin, secrets.token_bytes(_NONCE))
         with contextlib.suppress(OSError):  # the other end is gone, which is read soon
-            sock.send(candidate.nonce)
+            sock.send(candidate.nonce, NO_SIGNAL)
         self._candidates.append(candidate)
         self._selector.register(sock, selectors.EVENT_READ, candidate)
 

@@ -16,6 +16,7 @@ Where there is no memfd (macOS), or no memory for one, ranks of a host send over
 
 from __future__ import annotations
 
+import array
 import bisect
 import contextlib
 import ctypes
@@ -33,6 +34,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...rendezvous.address import NO_SIGNAL
 from ..start import seconds_left
 
 ROOM = 1 << 30
@@ -243,9 +245,11 @@ def exchange(
     """
     own_bytes = 0 if segment is None else segment.nbytes
     own_fds = [] if segment is None else [segment.fd]
+    rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", own_fds)
     for sock in sockets.values():
         sock.settimeout(seconds_left(deadline))
-        socket.send_fds(sock, [_HELLO.pack(own_bytes)], own_fds)
+        # `socket.send_fds` takes flags, and leaves them out
+        sock.sendmsg([_HELLO.pack(own_bytes)], [rights], NO_SIGNAL)
     segments: dict[int, Peer] = {}
     for peer, sock in sockets.items():
         sock.settimeout(seconds_left(deadline))
@@ -258,7 +262,8 @@ def exchange(
             os.close(fd)
         if len(hello) < _HELLO.size:
             raise _gone(peer)
-        sock.sendall(bytes([peer in segments]))  # whether its segment is mapped here
+        is_mapped = bytes([peer in segments])
+        sock.sendall(is_mapped, NO_SIGNAL)
     mapped_by = set()
     for peer, sock in sockets.items():
         sock.settimeout(seconds_left(deadline))

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
-from ...rendezvous.address import own_address
+from ...rendezvous.address import NO_SIGNAL, own_address
 from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
 from ..start import Start
 from . import connection, meeting, shm
@@ -663,7 +663,7 @@ class TcpWire:
         """Wake up whoever waits; any thread."""
         for end in self._alarm[1:]:
             with contextlib.suppress(OSError):  # full: it is awake; closed: nobody waits
-                end.send(b"\0")
+                end.send(b"\0", NO_SIGNAL)
 
     def _on_alarm(self) -> None:
         """Read the bytes that woke this thread: the wire has failed, or is being closed."""
