@@ -26,7 +26,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import numpy as np
 
 from weft.cli.bench.cases import CASES as DRAWN
 from weft.cli.bench.cases import indices
-from weft.sparse.bound import rows_of_busiest
+from weft.sparse.bound import rows_of_average
 
 HERE = Path(__file__).resolve().parent
 NETLAB = HERE.parent / "tools" / "netlab"
@@ -154,6 +154,22 @@ def with_figures(rows: list[Row], link: Link) -> list[Row]:
                 least = host_bound(row["case"], link)
                 row["host_bound_ratio"] = took * bytes_a_second / least
     return rows
+
+
+def rows_of_busiest(own: Sequence[float], others: Sequence[float], union: float) -> float:
+    """Rows that the part with most to do must receive or send.
+
+    That is at least what the average part must. A part also sends each row that it has once or
+    more, and receives each row that others have once or more.
+
+    Args:
+        own: rows of each part, its duplicates removed.
+        others: for each part the rows in the union of all others.
+        union: rows of the result.
+    """
+    if len(own) == 1:
+        return 0.0
+    return max(rows_of_average(sum(own), union, len(own)), *map(float, own), *map(float, others))
 
 
 def host_bound(case: str, link: Link) -> float:

@@ -18,7 +18,7 @@ import torch
 import weft
 from cases import on_hosts
 from weft.sparse import Sizes, last_call
-from weft.sparse.bound import rows_of_average, rows_of_busiest
+from weft.sparse.bound import rows_of_average
 from weft.testing import run
 
 
@@ -165,8 +165,15 @@ def test_and_so_it_does_between_hosts_however_many_ranks_of_one_hold_it(hosts, m
             assert fewest(held) == sum(count > 0 for count in held) + hosts - 2
 
 
+@pytest.fixture
+def rows_of_busiest(script):
+    return script("benchmarks/goals.py").rows_of_busiest
+
+
 @pytest.mark.parametrize(("hosts", "most", "rows"), [(2, 1, 4), (2, 2, 3), (3, 1, 3)])
-def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, most, rows):
+def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(
+    rows_of_busiest, hosts, most, rows
+):
     """Of rows that up to `most` ranks of each host hold."""
     met = 0
     cases = list(itertools.combinations_with_replacement(held_by(hosts, most), rows))
@@ -182,7 +189,7 @@ def test_no_schedule_spares_the_busiest_host_more_than_the_bound_says(hosts, mos
     assert met >= 0.9 * len(cases)  # and mostly a schedule is as good
 
 
-def test_the_bound_of_ranks_is_that_of_hosts_with_a_rank_each():
+def test_the_bound_of_ranks_is_that_of_hosts_with_a_rank_each(rows_of_busiest):
     sizes = Sizes(4, 400, 130, 80, None, 256, 256)
     assert sizes.bound(300) == rows_of_average(400, 300, 4) * 260 == (400 + 2 * 300) / 4 * 260
     assert rows_of_busiest([100] * 4, [280] * 4, 300) == 280  # what the others have, which is more

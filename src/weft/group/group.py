@@ -9,7 +9,7 @@ The rules, for every group:
 * Posts between the same two ranks on the same channel match in the order they were made; different
   pairs of ranks, different channels, and groups of different ranks are independent. A send may
   complete only when it is received. Where `features.lockstep` is set, posts travel in rounds
-  (`weft.wire.Wire.post`).
+  (`weft.wire.interface.Wire.post`).
 * A receive is a tensor, which its message fills exactly, or the most bytes that may come, of which
   as many are returned as came.
 * Nobody sends to itself.
@@ -276,7 +276,7 @@ class Group:
 
         Args:
             message: what this rank tells. It does not change from here on.
-            most: bytes that a rank may tell, no more than `weft.wire.MEETS`.
+            most: bytes that a rank may tell, no more than `weft.wire.interface.MEETS`.
             to: to which ranks, each of which tells all these; None: all others.
             to_far: what to tell each of those that are not near instead, by rank.
             counted: how many bytes of the message are for each of the near ones; None: all.

@@ -10,8 +10,6 @@ indices on a few parts for a better one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 def rows_of_average(total: float, union: float, parts: int) -> float:
     """Rows that the average part must receive, and send: [K + (P-2)·U] / P.
@@ -28,23 +26,3 @@ def rows_of_average(total: float, union: float, parts: int) -> float:
         150.0
     """
     return (total + (parts - 2) * union) / parts
-
-
-def rows_of_busiest(own: Sequence[float], others: Sequence[float], union: float) -> float:
-    """Rows that the part with most to do must receive or send.
-
-    That is at least what the average part must. A part also sends each row that it has once or
-    more, and receives each row that others have once or more.
-
-    Args:
-        own: rows of each part, its duplicates removed.
-        others: for each part the rows in the union of all others.
-        union: rows of the result.
-
-    Example:
-        >>> rows_of_busiest(own=[900, 100, 100], others=[200, 950, 950], union=1000)
-        950.0
-    """
-    if len(own) == 1:
-        return 0.0
-    return max(rows_of_average(sum(own), union, len(own)), *map(float, own), *map(float, others))

@@ -937,7 +937,7 @@ def _end_of(link: Connection) -> Failure:
 
 
 def alone(memory: Pool) -> TcpWire:
-    """The wire of a group of one; for the registry."""
+    """The wire of a group of one."""
     return TcpWire(0, 1, {}, memory)
 
 
