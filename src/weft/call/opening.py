@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from ..base.arguments import in_words
 from ..base.errors import WeftError
 from ..failure.verdict import crossed
-from ..group.group import Group, check_members
+from ..group.group import Group
 from ..group.pending import Awaited, Telling
 from .combining import DIRECT, combined
 from .fingerprint import LONGEST, UNKNOWN, Cohort, agreed_fields, call_of, encoded, joined, stated
@@ -224,7 +224,6 @@ def _heard(group: Group, mine: Statement, peer: int, message: memoryview) -> Sta
     statement = group.decode(peer, "a statement", Statement.unpack, message, own)
     for cohort in statement.cohorts:
         if cohort.fields is not own and cohort.members != group.members:
-            group.decode(peer, "a statement", check_members, cohort.members, group.session.size)
             calls = {
                 group.rank_in_errors(group.rank): mine.cohorts[0].place,
                 group.rank_in_errors(peer): cohort.place,

@@ -22,7 +22,6 @@ The rules, for every group:
 from __future__ import annotations
 
 import functools
-import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeVar, final
@@ -49,7 +48,6 @@ T = TypeVar("T")
 
 _LINE = "line"  # in the state of a group
 _MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every call
-_DIGEST = re.compile(r"\d+ ranks \(digest [0-9a-f]{12}\)")  # of a longer one
 
 
 @final
@@ -553,16 +551,3 @@ class Group:
             said = f"{shown(ranks)} are not distinct ranks of {self.size}"
             raise WeftError(f"rank {self.rank}: {said}")
         return distinct
-
-
-def check_members(text: str, size: int) -> None:
-    """Check that this may be `Group.members` of a view of a session of so many ranks.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if text == f"all {size} ranks" or _DIGEST.fullmatch(text):
-        return
-    ranks = {int(rank) for rank in text.removeprefix("ranks ").split(", ")}
-    if not text.startswith("ranks ") or not ranks <= set(range(size)):
-        raise ValueError(f"it is among {text}")
