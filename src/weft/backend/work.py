@@ -1,4 +1,4 @@
-"""Subclasses of torch.distributed's `Work`, for weft's calls: what a caller waits for.
+"""torch.distributed's `Work`, for weft's calls: what a caller waits for.
 
 C++ code uses them, too (DistributedDataParallel, functional collectives), by `wait` and
 `get_future` only.
@@ -20,17 +20,7 @@ from ..group.worker import Work
 NO_LIMIT = timedelta(0)
 
 
-class _Work(dist.Work):
-    """What follows from `wait`, `is_completed` and `exception`."""
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-
-class Collective(_Work):
+class Collective(dist.Work):
     """A collective in the queue of a group's worker; or one that is done, if `work` is None."""
 
     def __init__(
@@ -74,6 +64,12 @@ class Collective(_Work):
     def exception(self) -> BaseException | None:
         work = self._work
         return None if work is None else work.exception()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def result(self) -> list[Tensor]:
         work = self._work
