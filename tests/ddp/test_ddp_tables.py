@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from weft import ddp
 
@@ -30,6 +31,16 @@ class Pair(NamedTuple):
 class Record:
     one: Tensor
     other: Any
+
+
+class Own:
+    """Of a class that is registered with torch's pytree."""
+
+    def __init__(self, one: Tensor) -> None:
+        self.one = one
+
+
+register_pytree_node(Own, lambda own: ([own.one], None), lambda parts, _: Own(*parts))
 
 
 class Echo(nn.Module):
@@ -54,6 +65,7 @@ class Echo(nn.Module):
         (lambda x: collections.OrderedDict(a=x), lambda x: x["a"]),
         (lambda x: Pair(x, "other"), lambda x: x.one),
         (lambda x: Record(x, [x]), lambda x: x.other[0]),
+        (lambda x: [Own(x), object()], lambda x: x[0].one),
     ],
 )
 def test_a_backward_of_outputs_of_any_form_comes_to_all_tables(

@@ -249,6 +249,19 @@ def test_new_optimizers_sparse_momenta_and_whole_tables():
     processes(2, on_two_ranks)
 
 
+@spmd(1, 2)
+def test_a_group_without_parameters_keeps_its_settings(group):
+    """torch takes them away, pytorch#143828: the next step would raise KeyError."""
+    model, _ = made(5, next(iter(OPTIMIZERS)))
+    groups = [{"params": list(model.parameters())}, {"params": [], "lr": 0.25}]
+    optimizer = torch.optim.Adagrad(groups, lr=0.5)
+    state = weft.nn.sharded_state(model, optimizer)
+    weft.nn.load_sharded_state(model, optimizer, state)
+    assert [each["lr"] for each in optimizer.param_groups] == [0.5, 0.25]
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+
+
 def tied(rows, kind):
     """A model whose shard has two more names, one of which comes before the table's own."""
     model, _ = made(rows, kind)

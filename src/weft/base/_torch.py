@@ -44,6 +44,7 @@ def _private(path: str) -> Any:
 
 # Modes and transforms ------------------------------------------------------------------------
 
+leaves_of = _private("utils._pytree.tree_leaves") or (lambda tree: [tree])
 _modes = _private("_C._len_torch_function_stack")
 _no_modes = _private("_C.DisableTorchFunction")
 _dispatching = _private("_C._len_torch_dispatch_stack") or (lambda: 0)

@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ..base._torch import is_run, uncompiled
+from ..base._torch import is_run, leaves_of, uncompiled
 from ..comm.gradients import without_rows
 from .outermost import Outermost
 from .parameters import is_table, places_of
@@ -278,4 +278,6 @@ def differentiable(output: Any) -> list[Tensor]:
         parts = output.values()
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    else:  # of a class that is registered with torch's pytree, or nothing to take apart
+        parts = [each for each in leaves_of(output) if each is not output]
     return [tensor for part in parts for tensor in differentiable(part)]

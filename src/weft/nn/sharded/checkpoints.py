@@ -159,7 +159,12 @@ def load_sharded_state(model: nn.Module, optimizers: Optimizers, state: dict[str
         sparse = _sparse_states(some)  # which are dense in a checkpoint
         _load_model(model, tables, state["model"])
         options = states.StateDictOptions(strict=False)  # `_check_names` is strict
+        settings = [[dict(group) for group in optimizer.param_groups] for optimizer in some]
         states.set_optimizer_state_dict(model, some, given, options=options)
+        for optimizer, own_settings in zip(some, settings, strict=True):
+            for group, own_ones in zip(optimizer.param_groups, own_settings, strict=True):
+                # torch (pytorch#143828) takes away those of a group that has no parameters
+                group.update({name: own_ones[name] for name in own_ones.keys() - group.keys()})
         loaded = [optimizer.state for optimizer in some]  # leaving the block puts back the old ones
     for optimizer, kept_of in zip(some, loaded, strict=True):
         optimizer.state = kept_of
