@@ -306,10 +306,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
     "all_reduce dtype": (lambda x: weft.all_reduce(one(), wire_dtype=x), lambda: None),
     "all_to_all inputs": (weft.all_to_all, lambda: [one()] * RANKS),
     "all_to_all input": (lambda x: weft.all_to_all([one(), x]), one),
-    "all_to_all round": (
-        lambda x: weft.all_to_all([one()] * RANKS, round_bytes=x),
-        lambda: None,
-    ),
     "exchange rows": (lambda x: weft.exchange(x, [torch.tensor([0])] * RANKS), one),
     "exchange to": (
         lambda x: weft.exchange(one(), x),
@@ -317,7 +313,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
     ),
     "exchange to one": (lambda x: weft.exchange(one(), [None, x]), lambda: None),
     "exchange async": (lambda x: waited(send(async_op=x)), lambda: False),
-    "exchange round": (lambda x: send(round_bytes=x), lambda: None),
     "exchange dtype": (lambda x: send(wire_dtype=x), lambda: None),
     "remote_rows indices": (lambda x: weft.remote_rows(x, 1), lambda: torch.tensor([1])),
     "remote_rows count": (lambda x: weft.remote_rows(torch.tensor([0]), x), lambda: 1),

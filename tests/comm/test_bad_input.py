@@ -55,13 +55,11 @@ CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
     "all_reduce dtype": (lambda x: weft.all_reduce(one(), wire_dtype=x), None, "wire_dtype is"),
     "all_to_all": (weft.all_to_all, lambda: [one()] * 3, "inputs"),
     "exchange dtype": (lambda x: send(wire_dtype=x), None, "wire_dtype is"),
-    "exchange round": (lambda x: send(round_bytes=x), None, "round_bytes is"),
     "remote_rows": (lambda x: weft.remote_rows(x, 1), lambda: torch.tensor([2]), "indices is"),
     "remote_rows count": (lambda x: weft.remote_rows(torch.tensor([2]), x), 1, "count is"),
     "barrier": (weft.barrier, 9.0, "timeout is"),
     "sparse op": (lambda x: weft.sparse_all_reduce(rows(), x), "sum", "op|TypeError"),
     "sparse dtype": (lambda x: weft.sparse_all_reduce(rows(), wire_dtype=x), None, "wire_dtype"),
-    "round_bytes": (lambda x: weft.all_to_all([one()] * 3, round_bytes=x), None, "round_bytes is"),
     "sparse_broadcast src": (lambda x: weft.sparse_broadcast(rows(), x), 0, "group_src is"),
     "sparse_reduce dst": (lambda x: weft.sparse_reduce(rows(), group_dst=x), 0, "group_dst is"),
 }

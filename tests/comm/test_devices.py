@@ -61,7 +61,6 @@ def layers(rows):
 
 CALLS = {
     "all_to_all": lambda size, rows: back(weft.all_to_all([marked(rows)] * size)),
-    "rounds": lambda size, rows: weft.all_to_all([marked(rows)] * size, round_bytes=64 * rows),
     "all_reduce": lambda size, rows: back([weft.all_reduce(marked(rows))]),
     "largest": lambda size, rows: back([weft.all_reduce(marked(rows), "max")]),
     "exchange": lambda size, rows: back(weft.exchange(marked(rows, 1), [torch.arange(2)] * size)),

@@ -1,9 +1,9 @@
-"""The terms of a call: of five numbers of each rank all know the smallest.
+"""The terms of a call: of four numbers of each rank all know the smallest.
 
 In the body of its statement a rank says whether its tensors record gradients, whether it is under
-`torch.no_grad()`, how much it may move at once, and a digest of something that may differ. A call
-may add bytes of its own (a mask, a small payload): if statements are direct, each rank gets those
-of every rank; else they are combined by bitwise "or".
+`torch.no_grad()`, and a digest of something that may differ. A call may add bytes of its own (a
+mask, a small payload): if statements are direct, each rank gets those of every rank; else they are
+combined by bitwise "or".
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from ..group.pending import Awaited
 from .opening import Opening, opened
 from .statement import BODY, Private
 
-NO_LIMIT = (1 << 63) - 1
-"""The limit of a rank that has none."""
-
-_NOBODY, _RANKS = NO_LIMIT, 1 << 31
-# this rank if it records, this rank if it is under no_grad (else `_NOBODY`), the limit, the digest,
-# and its complement, of which the smallest is that of the largest
-_SAID = struct.Struct("<5q")
+_NOBODY, _RANKS = (1 << 63) - 1, 1 << 31
+# this rank if it records, this rank if it is under no_grad (else `_NOBODY`), the digest, and its
+# complement, of which the smallest is that of the largest
+_SAID = struct.Struct("<4q")
 
 ROOM = BODY - _SAID.size
 """Bytes that a call may state of its own."""
@@ -61,13 +58,11 @@ class Terms:
 
     Attributes:
         records: whether some rank records gradients; then all take part in backward.
-        limit: the smallest limit.
         equal: whether all digests are equal.
         opening: the rest.
     """
 
     records: bool
-    limit: int
     equal: bool
     opening: Opening
 
@@ -94,7 +89,6 @@ def agreed(
     error: str | None,
     *,
     mode: Mode | None = None,
-    limit: int = NO_LIMIT,
     digest: int = 0,
     own: bytes | memoryview = b"",
     private: Sequence[Private] | None = None,
@@ -108,7 +102,6 @@ def agreed(
         fields: values that must be equal on all ranks; None: this rank does not know the value.
         error: what is wrong with this rank's arguments.
         mode: of a differentiable call, else None.
-        limit: how much this rank may move at once, in the call's units.
         digest: an int64 to be compared with the others'.
         own: bytes of the call's own, at most `ROOM`.
         private: as for `opened`, with `own` at most `ROOM` bytes.
@@ -122,7 +115,6 @@ def agreed(
     numbers = _SAID.pack(
         rank if mode and mode.records else _NOBODY,
         rank if mode and not mode.enabled else _NOBODY,
-        limit,
         digest,
         ~digest,
     )
@@ -131,19 +123,19 @@ def agreed(
         group, call, fields, error, body, _combine, watch=watch, private=private
     ) as opening:
         said = zip(*opening.read(_numbers), strict=True)
-        recorder, without, least, lowest, highest = map(min, said)
+        recorder, without, lowest, highest = map(min, said)
         if recorder != _NOBODY and without != _NOBODY:
             raise WeftError(
                 f"rank {recorder} records gradients of {call}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        yield Terms(recorder != _NOBODY, least, lowest == ~highest, opening)
+        yield Terms(recorder != _NOBODY, lowest == ~highest, opening)
 
 
 def _numbers(body: memoryview) -> tuple[int, ...]:
     """The numbers at the start of a body. Raises ValueError if they are invalid."""
     numbers = _SAID.unpack_from(body)
-    if min(numbers[:3]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
+    if min(numbers[:2]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
         raise ValueError(f"it says {numbers}")
     return numbers
 

@@ -17,20 +17,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..base.arguments import shown
 from ..base.devices import on_host
 from ..base.errors import entry
 from ..base.memory import fresh, memory_of, tensor_of
 from ..base.tensors import MOST_DIMS, Shape, wrong_dims
 from ..call.attempt import preparing
 from ..call.opening import is_direct
-from ..call.terms import NO_LIMIT, Mode, agreed
+from ..call.terms import Mode, agreed
 from ..group import default
 from ..group.channels import SMALL
 from ..group.group import Group
-from ..schedules import dense_all_reduce
 from .differentiable import Linear, apply
-from .staging import ALONG, most_to_each, moved, number_of_bytes, unsendable
+from .staging import ALONG, most_to_each, moved, unsendable
 
 _NAME = "all_to_all"
 _CAP = 8 + 8 * MOST_DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
@@ -38,19 +36,13 @@ _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may f
 
 
 @entry
-def all_to_all(
-    inputs: Sequence[Tensor], group: object = None, *, round_bytes: int | None = None
-) -> list[Tensor]:
+def all_to_all(inputs: Sequence[Tensor], group: object = None) -> list[Tensor]:
     """Send a tensor to each rank and receive one from each. Differentiable.
 
     Args:
         inputs: a tensor for each rank of the group, in rank order, also for this rank. They have
             one dtype, any, and one device; each may have another shape, also without elements.
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
-        round_bytes: None, or a number of bytes: the call then works in rounds, in each of which a
-            rank sends and receives at most so many bytes together, give or take one element of each
-            tensor. If ranks differ, the smallest number applies, but a rank with None may send
-            tensors of up to 128 KiB at once.
 
     Returns:
         The tensors that each rank sent to this one, in rank order, on the device of the inputs, in
@@ -73,10 +65,9 @@ def all_to_all(
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        error = _wrong(inputs, group.size) or check_round(round_bytes)
+        error = _wrong(inputs, group.size)
         tensors = [torch.empty(0)] * group.size if error else list(inputs)
-        scatter = Scatter(group, _NAME, error, limit=NO_LIMIT if error else limit_of(round_bytes))
-    return apply(scatter, tensors)
+    return apply(Scatter(group, _NAME, error), tensors)
 
 
 def _wrong(inputs: object, size: int) -> str | None:
@@ -98,41 +89,27 @@ def _wrong(inputs: object, size: int) -> str | None:
     return None
 
 
-def check_round(round_bytes: object) -> str | None:
-    """What is wrong with a caller's `round_bytes`, or None."""
-    if round_bytes is None or number_of_bytes(round_bytes) > 0:
-        return None
-    return f"round_bytes is {shown(round_bytes)}: pass a positive number of bytes"
-
-
-def limit_of(round_bytes: object) -> int:
-    """A caller's `round_bytes` as the limit of a round."""
-    return NO_LIMIT if round_bytes is None else number_of_bytes(round_bytes)
-
-
 @dataclass
 class Scatter(Linear):
     """The collective: a tensor to each rank. It is its own adjoint.
 
     Attributes:
         fields: values that must be equal on all ranks, beside the dtype.
-        limit: bytes of a round.
     """
 
     fields: dict[str, object] = field(default_factory=dict)
-    limit: int = NO_LIMIT
 
     def adjoint(self, name: str) -> Scatter:
-        return Scatter(self.group, name, limit=self.limit)
+        return Scatter(self.group, name)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        group, like, limit = self.group, tensors[self.group.rank], self.limit
+        group, like = self.group, tensors[self.group.rank]
         over = group.on(like.device)
         fields = dict(self.fields)
         if self.error is None:
             self.error = over.refusal
             fields |= {"dtype": like.dtype, "device": over.route}
-        eager = most_to_each(group, limit)
+        eager = most_to_each(group)
         if not on_host(like):  # nothing is sent along, not even empty tensors
             eager = [-1] * group.size
         told = [b""] * group.size
@@ -140,9 +117,7 @@ class Scatter(Linear):
             told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told] if is_direct(group) else None
-        with agreed(
-            group, self.name, fields, self.error, mode=mode, limit=limit, private=private
-        ) as said:
+        with agreed(group, self.name, fields, self.error, mode=mode, private=private) as said:
             self.number = said.opening.number
             heard = said.opening.private if private else _told(group, told)
             results = list(tensors)
@@ -158,13 +133,7 @@ class Scatter(Linear):
                     results[peer].copy_(came)
                 if tensors[peer].nbytes > eager[peer]:
                     outgoing[peer] = tensors[peer]
-            rounds = 1
-            if said.limit != NO_LIMIT:
-                mine = sum(each.nbytes for each in (*outgoing.values(), *incoming.values()))
-                most = torch.tensor([mine])
-                dense_all_reduce(group, most, "max").wait()
-                rounds = max(1, -(-int(most) // max(1, said.limit)))
-            moved(over, outgoing, incoming, rounds)
+            moved(over, outgoing, incoming)
             return results, said.records
 
 

@@ -18,7 +18,7 @@ from ..base.tensors import serves, wrong_dims
 from ..call.attempt import preparing
 from ..group import default
 from ..sparse.request import travelling, wrong_wire_dtype
-from .all_to_all import Scatter, check_round, limit_of
+from .all_to_all import Scatter
 from .differentiable import apply, start
 from .staging import unsendable
 
@@ -34,7 +34,6 @@ def exchange(
     group: object = None,
     async_op: bool = False,
     *,
-    round_bytes: int | None = None,
     wire_dtype: torch.dtype | None = None,
 ) -> Any:
     """Send some of this rank's rows to each rank; receive theirs. Differentiable.
@@ -50,7 +49,6 @@ def exchange(
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
         async_op: return a `Work` at once; its `wait()` returns what the call returns without, as
             differentiable. `rows` and `to` may change meanwhile. Backward is not in the background.
-        round_bytes: as for `weft.all_to_all`.
         wire_dtype: None, or `torch.bfloat16`, `torch.float16` or `torch.float32`: wider
             floating-point numbers are sent in this dtype, each rounded once to nearest even. So are
             their gradients, each before it is added: sums are made in the dtype of `rows`. Lossy.
@@ -85,7 +83,7 @@ def exchange(
     group = default.resolve(group)
     with preparing(group, _NAME):
         is_async = truth("async_op", async_op)
-        error = _wrong(rows, to, group.size) or check_round(round_bytes)
+        error = _wrong(rows, to, group.size)
         error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
         scatter = Scatter(group, _NAME, error)
         picks = torch.empty(0, dtype=torch.int64)
@@ -95,7 +93,6 @@ def exchange(
             chosen = [nothing if some is None else some for some in to]
             picks = torch.cat(chosen)
             counts = [some.numel() for some in chosen]
-            scatter.limit = limit_of(round_bytes)
     return send_rows(scatter, rows, picks, counts, wire_dtype=wire_dtype, is_async=is_async)
 
 
