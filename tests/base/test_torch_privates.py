@@ -17,6 +17,7 @@ from weft.base._torch import (
     backend_of,
     backward_id,
     gloo_group,
+    group_named,
     is_wrapped,
     store_of,
     timeout_of,
@@ -118,8 +119,11 @@ def test_backwards_that_are_not_known(missing: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("lacks", [False, True])
 def test_process_groups(lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if lacks:
+        monkeypatch.delattr(distributed_c10d, "_resolve_process_group")
         monkeypatch.delattr(distributed_c10d, "_get_process_group_store")
         without(monkeypatch, "_set_timeout")
+    with pytest.raises(KeyError):
+        group_named("no such group")
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group(
         "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77)
@@ -127,6 +131,9 @@ def test_process_groups(lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     try:
         world = dist.group.WORLD
         assert world is not None
+        assert group_named(world.group_name) is world
+        with pytest.raises(KeyError):
+            group_named("no such group")
         found = store_of(world)
         assert found is not None
         found.set("a key", "there")

@@ -105,11 +105,11 @@ def test_a_terminal_has_the_ways_side_by_side_and_what_is_left(
     assert "load" in lines[-1] and "Ctrl-C" in lines[-1]
 
 
-def test_what_is_left_follows_the_way_that_is_the_last() -> None:
-    runs = {way: run(way, 50) for way in WAYS}
-    display = Display(runs, 200)
-    display.began -= 30.0
-    assert display.left().startswith("about 90 s left, load ")
+def test_what_is_left_are_the_steps_of_all_ways() -> None:
+    runs = {way: run(way, 50, scale=scale) for way, scale in zip(WAYS, (10, 20, 30), strict=True)}
+    assert Display(runs, 200).left().startswith("about 189 s left, load ")  # 150 steps of 1.26 s
+    runs["dense"] = Run("dense")
+    assert Display(runs, 200).left().startswith("starting, load ")
 
 
 NASTY = "<script>alert('&')</script>"

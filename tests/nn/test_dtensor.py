@@ -200,14 +200,17 @@ def faults(group, mesh):
     text = "rank 0 has a DTensor of shape .4, 2.* rank 1 has a DTensor of shape .16, 2."
     fails(text, nn.from_dtensor, x, grid)
     text = (
-        r"rank 0 holds \(1, 2\) of a DTensor of shape \(10, 2\) with placements .Shard\(dim=0\). "
+        r"rank 0: from_dtensor: this rank holds \(1, 2\) of a DTensor of shape \(10, 2\) with "
+        r"placements .Shard\(dim=0\). "
         r"on a mesh of \(4,\), by which it should hold \(3, 2\)"
     )
     x = DTensor.from_local(uneven, line, [Shard(0)], shape=(10, 2), stride=(2, 1))
     fails(text, nn.from_dtensor, x, grid)
     nested = distribute_tensor(torch.arange(10), mesh, [Shard(0), Shard(0)])
     x = DTensor.from_local(nested.to_local(), line, [Shard(0)], shape=(10,), stride=(1,))
-    fails(r"rank 1 holds \(2,\) of", nn.from_dtensor, x, grid)  # as on the flattened mesh
+    fails(
+        r"rank 1: from_dtensor: this rank holds \(2,\) of", nn.from_dtensor, x, grid
+    )  # as on the flattened mesh
 
     x = distribute_tensor(torch.arange(4), line, [Shard(0)])
     some = x if group.rank != 1 else x.to_local()
@@ -234,6 +237,8 @@ def faults(group, mesh):
 
     one, wide = torch.ones(1), torch.ones(1, 2 + (group.rank == 2))
     other = [Shard(0) if group.rank < 3 else Replicate()]
+    ours = [1.0] if group.rank == 3 else one
+    fails("rank 3: to_dtensor takes a tensor, not a list", nn.to_dtensor, ours, grid, line, other)
     for shard, placements, text in (
         (one, [Shard(1)], "Shard.dim=1.* of a tensor of 1 dimensions"),
         (one, [Shard(0), Shard(0)], "2 placements for a mesh of 1"),

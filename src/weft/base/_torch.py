@@ -338,6 +338,26 @@ def shard_order(tensor: Any) -> Sequence[Any] | None:
 # Process groups ------------------------------------------------------------------------------
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name, as torch.compile writes it into a graph.
+
+    Without the private name only the default group is found.
+
+    Raises:
+        KeyError: this process has none.
+    """
+    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
+    if resolve is not None:
+        try:
+            return cast(dist.ProcessGroup, resolve(name))
+        except (RuntimeError, ValueError) as error:
+            raise KeyError(name) from error
+    world = dist.GroupMember.WORLD if dist.is_initialized() else None
+    if world is None or world.group_name != name:
+        raise KeyError(name)
+    return world
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store of a group that torch still knows, which no other group has; else None.
 

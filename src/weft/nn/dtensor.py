@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base._torch import shard_order
+from ..base.arguments import is_a
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
 from ..call.attempt import preparing
@@ -82,34 +83,13 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     with preparing(among(partition.group, ranks), name):
         if not is_dtensor:
             raise WeftError(f"from_dtensor takes a DTensor, not a {type(x).__name__}")
-        mesh = x.device_mesh
-        _check(name, partition, mesh, x.placements, reductions=("sum", "avg"))
-        if any(list(dims) != sorted(dims) for _, dims in shard_order(x) or ()):
-            raise WeftError(
-                f"{name}: this DTensor is cut along the mesh dimensions in the order "
-                f"{shard_order(x)}: redistribute() to shards that are cut from left to right first"
-            )
-        if not x.ndim:
-            raise WeftError(f"{name}: a number has no dimension to cut: pass x.full_tensor()")
-        if any(each.is_partial() for each in x.placements) and not has_addition(x.dtype):
-            raise WeftError(f"{name}: {x.dtype} has no addition in torch: pass another dtype")
+        _check(name, partition, x.device_mesh, x.placements, reductions=("sum", "avg"))
+        _check_shards(name, partition, x)
         shards = _shards(x.placements, x.shape)
-        source, _ = _grid(partition, mesh, shards, x.ndim)
+        source, _ = _grid(partition, x.device_mesh, shards, x.ndim)
         layer = Repartition(source, partition, lengths=lengths)
-        text = f"a DTensor of shape {tuple(x.shape)} with {_text(mesh, x.placements)}"
-        statement = _statement(x, tuple(x.to_local().shape))
-        fields = {"arguments": text, "dtype": x.dtype, "gradient": statement.needs}
-    shapes = _opened(name, partition, ranks, fields, statement)
-    held, counts = _grid(partition, mesh, x.placements, x.ndim)
-    cut = _chunks(x.shape, counts)
-    for rank, cell in held.cells.items():
-        expected = tuple(parts[at] for parts, at in zip(cut, cell, strict=False))
-        if shapes[rank] != expected:
-            raise WeftError(
-                f"{name}: rank {rank} holds {shapes[rank]} of {text}, by which it should hold "
-                f"{expected}: this DTensor was made of other shards than PyTorch cuts, so pass the "
-                "local tensors to weft.nn layers as they are, without a DTensor"
-            )
+    needs = torch.is_grad_enabled() and x.requires_grad  # redistribute is a call in backward, too
+    _opened(name, partition, ranks, x, {"arguments": _text(x), "gradient": needs})
     y: Tensor = layer(x.redistribute(placements=shards).to_local())
     return y
 
@@ -156,10 +136,10 @@ def to_dtensor(
         return outside(name, partition.group, x)
     with preparing(among(partition.group, ranks), name):
         _check(name, partition, mesh, placements, reductions=())
-        text = _text(mesh, placements)
-        statement = _statement(x, tuple(x.shape))
-        fields = {"arguments": text, "dtype": x.dtype if x.numel() else None}
-    shapes = _opened(name, partition, ranks, fields, statement)
+        text = _placed(mesh, placements)
+        if not is_a(x, Tensor):
+            raise WeftError(f"{name} takes a tensor, not a {type(x).__name__}")
+    shapes = _opened(name, partition, ranks, x, {"arguments": text})
     shapes = {rank: shapes[rank] for rank in partition.ranks}
     lengths = fitting(name, partition.cells, shapes, range(partition.dim))
     extents = tuple(map(sum, lengths))
@@ -249,6 +229,34 @@ def _check(
             )
 
 
+def _check_shards(name: str, partition: Partition, x: DTensor) -> None:
+    """Check that a DTensor has what PyTorch itself would have cut, and can cut and reduce.
+
+    Raises:
+        WeftError: it has not.
+    """
+    order = shard_order(x) or ()
+    if any(list(dims) != sorted(dims) for _, dims in order):
+        raise WeftError(
+            f"{name}: this DTensor is cut along the mesh dimensions in the order {order}: "
+            "redistribute() to shards that are cut from left to right first"
+        )
+    if not x.ndim:
+        raise WeftError(f"{name}: a number has no dimension to cut: pass x.full_tensor()")
+    if any(each.is_partial() for each in x.placements) and not has_addition(x.dtype):
+        raise WeftError(f"{name}: {x.dtype} has no addition in torch: pass another dtype")
+    grid, counts = _grid(partition, x.device_mesh, x.placements, x.ndim)
+    cut = zip(_chunks(x.shape, counts), grid.cells[partition.rank], strict=False)
+    expected = tuple(parts[at] for parts, at in cut)
+    held = tuple(x.to_local().shape)
+    if held != expected:
+        raise WeftError(
+            f"{name}: this rank holds {held} of {_text(x)}, by which it should hold {expected}: "
+            "this DTensor was made of other shards than PyTorch cuts, so pass the local tensors to "
+            "weft.nn layers as they are, without a DTensor"
+        )
+
+
 def _shards(placements: Sequence[Any], shape: Shape) -> list[Shard]:
     """Placements as shards: what is replicated or partial is cut along the longest dimension that
     no later mesh dimension cuts, since PyTorch does that without moving what is replicated."""
@@ -302,26 +310,23 @@ def _chunk(length: int, count: int) -> list[int]:
     return [max(0, min(size, length - at * size)) for at in range(count)]
 
 
-def _text(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
+def _text(x: DTensor) -> str:
+    return f"a DTensor of shape {tuple(x.shape)} with {_placed(x.device_mesh, x.placements)}"
+
+
+def _placed(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
     return f"placements {[*placements]} on a mesh of {tuple(mesh.mesh.shape)}"
 
 
-def _statement(x: Tensor, shape: Shape) -> Operand:
-    """What this rank states as a conversion opens: the shape of its part of `x`."""
-    records = torch.is_grad_enabled()
-    return Operand(shape, records and x.requires_grad, records)
-
-
 def _opened(
-    name: str,
-    partition: Partition,
-    ranks: tuple[int, ...],
-    fields: Mapping[str, object],
-    statement: Operand,
+    name: str, partition: Partition, ranks: tuple[int, ...], x: Tensor, fields: Mapping[str, object]
 ) -> dict[int, Shape]:
-    """The shapes that all ranks state, if the fields are the same on all of them. Collective."""
+    """The shapes of all ranks' tensors, if the fields are the same on all of them. Collective."""
     group = partition.group
-    told = {"partition": partition.brief, **fields}
+    records = torch.is_grad_enabled()
+    statement = Operand(tuple(x.shape), records and x.requires_grad, records)
+    dtype = x.dtype if x.numel() else None
+    told = {"partition": partition.brief, "dtype": dtype, **fields}
 
     def job() -> dict[int, Shape]:
         heard = handshake(group, ranks, name, told, None, statement)

@@ -21,7 +21,7 @@ class Layer(torch.nn.Module):
     elements, get one, and wait for nobody. The result is a new tensor on the device of the input,
     in the memory format `channels_last` or `channels_last_3d` if the input is in that. The inputs
     of the ranks that take part must be on the same kind of device, also those without elements. The
-    `state_dict` is empty. The layer can be pickled if its partition is of the default group.
+    `state_dict` is empty. The layer can be pickled, unless its partition is of a `weft.Group`.
 
     Attributes:
         spec: what moves where.

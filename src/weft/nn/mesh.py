@@ -1,4 +1,4 @@
-"""Partitions and torch.distributed: device meshes, and the ranks of process groups.
+"""Partitions and torch.distributed: device meshes, and the names and ranks of process groups.
 
 It is imported at its first use, because importing torch.distributed's device meshes takes time.
 """
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..base import _torch
 from ..base.errors import WeftError
 
 
@@ -58,3 +59,22 @@ def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
             f"group is not in the group of {members}"
         )
     return [members.index(rank) for rank in ranks]
+
+
+def name_of(group: object) -> str | None:
+    """The name by which another process of the job finds the group; None: the default group."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of that name.
+
+    Raises:
+        WeftError: this process has none.
+    """
+    try:
+        return _torch.group_named(name)
+    except KeyError as error:
+        raise WeftError(f"there is no process group {name!r} here: make it first") from error

@@ -299,13 +299,16 @@ class Partition:
     def __deepcopy__(self, _: object) -> Partition:
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.group_handle is not None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The integers, and what finds the group again where they are read."""
+        from .mesh import name_of
+
+        if isinstance(self.group_handle, Group):
             raise WeftError(
-                "a partition of a group of its own cannot be pickled, since another process could "
-                "not find that group: make it of the default group"
+                "a partition of a weft.Group cannot be pickled, since nobody could find that "
+                "group again: make it of the default group, or of a process group"
             )
-        return {"shape": self.shape, "ranks": self.ranks, "group_handle": None}
+        return _restore, (self.shape, self.ranks, name_of(self.group_handle))
 
     def __repr__(self) -> str:
         """The ranks, as they stand in the grid."""
@@ -324,6 +327,14 @@ class Partition:
             named = ", ".join(map(str, self.ranks[:_NAMED]))
             which = f"ranks {named}, ... (digest {zlib.crc32(repr(self.ranks).encode()):08x})"
         return f"{shape} of {which}"
+
+
+def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partition:
+    """A partition that was pickled."""
+    from .mesh import group_named
+
+    group = None if name is None else group_named(name)
+    return object.__new__(Partition)._set(shape, ranks, group)
 
 
 def are_grids(name: str, *given: object) -> None:

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..base.errors import WireError
 from ..base.memory import typed
 from ..group.channels import LISTS, SMALL, SUMS, VALUES
 from ..group.group import Group
@@ -292,18 +291,13 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise (wrong_list(call, lists) or error) from error
-
-
-def wrong_list(call: Call, lists: Mapping[int, Tensor]) -> WireError | None:
-    """The error if one of these lists does not ascend, or has an index that no header announced."""
-    last = call.sizes.places - 1
-    for peer, indices in lists.items():
-        if not kernels.ascends(indices, last):
-            name = call.group.rank_in_errors(peer)
-            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
-            return call.group.fail(peer, text)
-    return None
+        last = call.sizes.places - 1
+        for peer, indices in lists.items():
+            if not kernels.ascends(indices, last):
+                name = call.group.rank_in_errors(peer)
+                text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
+                raise call.group.fail(peer, text) from error
+        raise
 
 
 def at_hand(values: Tensor) -> Source:
@@ -392,15 +386,6 @@ def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
 def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
     """Post all of `values` to a peer, in chunks."""
     return [call.group.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
-
-
-def carry(call: Call) -> None:
-    """Have what was posted travel now, where messages travel in rounds; collective.
-
-    Ranks are in a round also if they neither send nor receive anything in it.
-    """
-    if call.sizes.staying:
-        call.group.post().wait()
 
 
 def left_of(group: Group) -> int:

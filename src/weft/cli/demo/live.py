@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -23,7 +22,6 @@ class Display(Live):
 
     def __init__(self, runs: dict[str, Run], steps: int) -> None:
         self.runs, self.steps = runs, steps
-        self.began = time.monotonic()
         super().__init__()  # which shows it
 
     def get_renderable(self) -> RenderableType:
@@ -51,7 +49,9 @@ class Display(Live):
 
     def left(self) -> str:
         """What is left, and how busy the machine is."""
-        done = min(len(run.figures) for run in self.runs.values())
-        spent = time.monotonic() - self.began
-        left = f"about {spent / done * (self.steps - done):.0f} s left" if done else "starting"
+        runs = self.runs.values()
+        left = "starting"
+        if all(len(run.figures) for run in runs):
+            seconds = sum(run.typical("seconds") * (self.steps - len(run.figures)) for run in runs)
+            left = f"about {seconds:.0f} s left"
         return f"{left}, load {os.getloadavg()[0]:.1f}"

@@ -56,7 +56,6 @@ from ..stream import (
     Source,
     all_gather_lists,
     ascending,
-    carry,
     receive_rows,
     send_rows,
     wait_all,
@@ -128,7 +127,7 @@ def _gather_at_once(
     call: Call, sums: _Sums, shares: Shares, counts: Sequence[int], out: Tensor
 ) -> None:
     """The same by messages to all others, which are sent together."""
-    carry(call)
+    call.group.post().wait()  # rows travel in a round of their own, which all take part in
     with call.group.lease(out.nbytes) as memory:
         together = typed(memory, tuple(out.shape), call.dtype)
         parts = torch.split(together, list(counts))

@@ -61,7 +61,7 @@ from ..owners import (
 )
 from ..registry import algorithm
 from ..rows import Rows
-from ..stream import Share, carry
+from ..stream import Share
 
 
 @algorithm
@@ -109,7 +109,6 @@ def _summed_in_stages(rows: LocalRows, call: Call) -> Rows:
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
-    carry(of_block)
 
     # what these sum is summed with the other blocks, and shared in the block as it is complete
     share = Share(call, of_block)
