@@ -1,4 +1,4 @@
-"""Random programs, 72 of them: calls of all kinds one after the other, on every wire.
+"""Random programs, 60 of them: calls of all kinds one after the other, on every wire.
 
 `benchmarks/soak.py` holds each call against one process's arithmetic; hypothesis draws here, and
 shrinks a program that fails. What one call leaves behind must be no other's trouble, and no result
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weft.base.pace import patient
 
-WORLDS = "threads-2", "threads-4", "threads-7", "shm-4", "tcp-3", "torch-2"
+WORLDS = "threads-2", "threads-4", "threads-7", "shm-4", "tcp-3"
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -32,12 +32,12 @@ def test_random_programs(script: Callable[[str], ModuleType], world: str) -> Non
     works()
 
 
-@pytest.mark.parametrize("world", ["shm-2", "tcp-3", "torch-2"])
+@pytest.mark.parametrize("world", ["shm-2", "tcp-3"])
 def test_nothing_is_left(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, world: str
 ) -> None:
     # after a quarter of them each group has been called, which starts its thread
     monkeypatch.setenv("WEFT_KEEP", "0")  # as the script does, and for this test alone
-    for told in script("benchmarks/soak.py").world(world, 0, 20, limit=patient(200.0)):
+    for told in script("benchmarks/soak.py").world(world, 20, 20, limit=patient(200.0)):
         assert told.programs == 20 and told.calls > 5 * 20
         assert told.end.files <= told.start.files and told.end.threads <= told.start.threads

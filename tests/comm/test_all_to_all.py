@@ -267,13 +267,12 @@ class Posting:
         return types.SimpleNamespace(wait=list)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_what_goes_to_several_peers_is_one_tensor_for_the_wire(rounds):
+def test_what_goes_to_several_peers_is_one_tensor_for_the_wire():
     """Which then copies it once."""
     group, given = Posting(), torch.ones(9)
-    moved(group, {1: given, 2: given}, {}, rounds)
+    moved(group, {1: given, 2: given}, {})
     (_, first), (_, second) = group.sends
-    assert first is second and len(first) == 9 // rounds
+    assert first is second is given
 
 
 @spmd(2, on=("processes",))

@@ -447,9 +447,9 @@ def test_an_index_outside_of_its_own_table_is_found(group, index):
 
 
 def apart(group):
-    """Tensors of one rank are taken to lie on an accelerator, those of the others are not."""
+    """Tensors of one rank are taken to lie on an accelerator, which nobody carries."""
     rows = weft.Rows(torch.tensor([3]), torch.ones(1), 50)
-    text = r"device: rank 0 has cpu \(.*\), ranks? 1.* ha(s|ve) cpu;"
+    text = r"^rank 0: these ranks have no process group that takes cpu tensors"
     with as_device() if group.rank == 0 else nullcontext():
         for call in (
             lambda: weft.sparse_all_reduce(rows),
