@@ -143,6 +143,10 @@ TRACED = {
     "all_reduce": lambda _, x: make_fx(reduced)(x),
     "before dispatch": lambda _, x: make_fx(reduced, pre_dispatch=True)(x),
     "all_to_all": lambda _, x: make_fx(lambda z: weft.all_to_all([z, z]))(x),
+    "jit": lambda layer, x: torch.jit.trace(layer, (x,)),
+    "jit of rows": lambda _, x: torch.jit.trace(
+        lambda z: weft.sparse_all_reduce((torch.tensor([0, 1]), z))[1], (x,)
+    ),
     "table": lambda _, x: make_fx(weft.nn.ShardedEmbedding(4, 1))(x.long()),
 }
 
@@ -152,8 +156,9 @@ TRACED = {
 def test_a_trace_that_would_keep_what_came_is_an_error_on_every_rank(group, what):
     layer = weft.nn.AllSumReduce(weft.Partition(2), 0)
     with warnings.catch_warnings():  # torch's own, of what it traces in forward mode
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        with pytest.raises(weft.WeftError, match="is traced by make_fx or torch"):
+        warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated")
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        with pytest.raises(weft.WeftError, match="is traced by torch"):
             TRACED[what](layer, torch.ones(2))
     assert layer(torch.ones(1)).item() == 2
     assert weft.all_reduce(torch.ones(1)).item() == 2
@@ -161,6 +166,6 @@ def test_a_trace_that_would_keep_what_came_is_an_error_on_every_rank(group, what
 
 @spmd(2, on=("processes",), timeout=40.0)
 def test_where_one_rank_traces_all_are_told(group):
-    with pytest.raises(weft.WeftError, match=r"^rank 1: all_reduce is traced by make_fx"):
+    with pytest.raises(weft.WeftError, match=r"^rank 1: all_reduce is traced by torch.jit"):
         (make_fx(reduced) if group.rank else reduced)(torch.ones(2))
     assert weft.all_reduce(torch.ones(1)).item() == 2

@@ -44,6 +44,7 @@ def _private(path: str) -> Any:
 
 # Modes and transforms ------------------------------------------------------------------------
 
+_jit_traces = _private("_C._is_tracing")
 leaves_of = _private("utils._pytree.tree_leaves") or (lambda tree: [tree])
 _modes = _private("_C._len_torch_function_stack")
 _no_modes = _private("_C.DisableTorchFunction")
@@ -93,11 +94,13 @@ _caller = threading.local()  # of a function without modes
 
 
 def is_tracing() -> bool:
-    """Whether make_fx, which torch.func.linearize uses, traces what is called here.
+    """Whether torch.jit.trace, or make_fx, which torch.func.linearize uses, traces what is called.
 
-    What it does not see dispatched, such as what comes from another rank, is a constant to it.
+    What they do not see dispatched, such as what comes from another rank, is a constant to them.
     Without the private names it is never so.
     """
+    if _jit_traces is not None and _jit_traces():
+        return True
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # nobody traces without it
     mode = getattr(tracer, "get_proxy_mode", None)
     return mode is not None and mode() is not None

@@ -124,6 +124,6 @@ def refuse_tracing(call: str) -> None:
     """Raise WeftError if a call is traced, for what other ranks send would be a constant there."""
     if is_traced():
         raise WeftError(
-            f"{call} is traced by make_fx or torch.func.linearize, to which what comes from other "
-            "ranks is a constant: call it outside of what they trace"
+            f"{call} is traced by torch.jit.trace, make_fx or torch.func.linearize, to which what "
+            "comes from other ranks is a constant: call it outside of what they trace"
         )
