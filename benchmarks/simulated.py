@@ -24,7 +24,6 @@ code on simulated clocks follows SimGrid's SMPI (Clauss et al., IPDPS 2011).
 
 from __future__ import annotations
 
-import functools
 import gc
 import heapq
 import threading
@@ -47,7 +46,11 @@ from weft.sparse.stages import in_stages
 from weft.testing.threads import Crew, on_groups
 from weft.wire.interface import Failure, Features, WireFailed
 
-BLOCK = 64  # bytes of the smallest lease: a million pairs of ranks may have some each
+
+class SmallBlocks(Pool):
+    """A million pairs of ranks may have some leases each."""
+
+    smallest = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +312,7 @@ def run(
     """
     names = list(hosts or [f"simulated {rank}" for rank in range(size)])
     network = Network(names, link, within)
-    memory = functools.partial(Pool, BLOCK)
-    crew = Crew(network.wires(), names, 3600.0, network.wires, memory)
+    crew = Crew(network.wires(), names, 3600.0, network.wires, SmallBlocks)
     groups = [Group(session) for session in crew.sessions()]
     return results(on_groups(groups, body, args, limit=None), "simulated")
 

@@ -1,6 +1,7 @@
 """The command line of `weft bench`: what it takes, what it prints and writes, its exit status."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def invoke(options: str = "") -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *options.split()])
+        cli.main(["bench", *shlex.split(options)])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -138,6 +139,7 @@ def test_under_a_launcher_each_process_is_a_rank(
     tmp_path: Path, programs: Callable[..., Any]
 ) -> None:
     file = tmp_path / "found.json"
-    given = f"--case small --rows 20 --height 900 --iters 1 --peers torch --json {file}"
+    place = shlex.quote(str(file))
+    given = f"--case small --rows 20 --height 900 --iters 1 --peers torch --json {place}"
     assert launch(2, as_a_rank, (given,)) == [0, 0]
     assert len(json.loads(file.read_text())["rows"]) == 2  # which one of them wrote

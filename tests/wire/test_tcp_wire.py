@@ -127,8 +127,8 @@ class Interrupted:
     def __init__(self, sock, handler):
         self._sock, self._handler = sock, handler
 
-    def sendmsg(self, parts):
-        sent = self._sock.sendmsg(parts)
+    def sendmsg(self, *given):
+        sent = self._sock.sendmsg(*given)
         handler, self._handler = self._handler, lambda: None
         handler()
         return sent

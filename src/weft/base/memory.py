@@ -30,7 +30,6 @@ from .tensors import as_bytes, is_plain
 
 _log = logging.getLogger("weft")
 
-_SMALLEST = 1 << 12  # bytes; a block is never smaller
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and most of arm64
 _WORTH_KEEPING = 1 << 20  # bytes; smaller results are left to the allocator of torch
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)  # which torch makes of no memory
@@ -107,6 +106,8 @@ class Pool:
         peak: the most bytes that were leased at once; to measure, set it to `lent` first.
     """
 
+    smallest = 1 << 12  # bytes: a block is never smaller
+
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
@@ -132,7 +133,7 @@ class Pool:
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
         if self._device is None:
-            size = max(_SMALLEST, 1 << max(0, nbytes - 1).bit_length())
+            size = max(self.smallest, 1 << max(0, nbytes - 1).bit_length())
         else:
             size = nbytes
         with self._lock:
