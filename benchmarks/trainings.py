@@ -138,13 +138,13 @@ class Fetched(torch.autograd.Function):
     """Rows of other ranks: each gets those that it asked for, and gives their gradients back."""
 
     @staticmethod
-    def forward(ctx, own, move, wanted, counts):  # type: ignore[no-untyped-def]
+    def forward(ctx, own, move, wanted, counts):  # type: ignore[no-untyped-def]  # as torch's
         """`wanted`: the rows that each rank wants of these; `counts`: how many this one gets."""
         ctx.move, ctx.wanted, ctx.counts, ctx.height = move, wanted, counts, len(own)
         return move([own[rows] for rows in wanted], counts)
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]  # as torch's
         back = ctx.move(list(gradient.split(ctx.counts)), [len(rows) for rows in ctx.wanted])
         total = gradient.new_zeros(ctx.height, gradient.shape[1])
         return total.index_add_(0, torch.cat(ctx.wanted), back), None, None, None
@@ -226,14 +226,14 @@ class Extended(torch.autograd.Function):
     """A part with the edges of its neighbours in a dimension, or zeros where there is none."""
 
     @staticmethod
-    def forward(ctx, x, dim, peers):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, dim, peers):  # type: ignore[no-untyped-def]  # as torch's
         ctx.dim, ctx.peers = dim, peers
         edges = [x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)]
         before, after = swapped(edges, peers)
         return torch.cat([before, x, after], dim)
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]  # as torch's
         dim, length = ctx.dim, gradient.shape[ctx.dim] - 2
         edges = [gradient.narrow(dim, 0, 1), gradient.narrow(dim, length + 1, 1)]
         own = gradient.narrow(dim, 1, length).clone()

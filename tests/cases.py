@@ -10,6 +10,16 @@ import torch
 from weft.group.group import Group
 from weft.sparse import rate
 
+COMBINE = {  # what torch does with two terms, by the name of an operation
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
 
 @contextmanager
 def in_case(*case: object) -> Iterator[None]:

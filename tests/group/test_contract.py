@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from cases import COMBINE
 from weft import WireError
 from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
@@ -16,15 +17,6 @@ from weft.testing import run, spmd
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-COMBINE = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 LARGE = 1 << 20  # floats, of more than goes at once
 SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
 

@@ -30,6 +30,7 @@ import psutil
 import pytest
 import torch
 
+from cases import COMBINE
 from weft.base.pace import patient
 from weft.wire.interface import (
     CHANNELS,
@@ -41,16 +42,6 @@ from weft.wire.interface import (
     Wire,
     WireFailed,
 )
-
-COMBINE = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 _POSTS = 2000  # that are under way at once
 _ROUNDS = 3000

@@ -87,11 +87,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
         WeftError: what is wrong with this rank's arguments.
     """
     whole, given = _elements(out), _elements(mine)
-    if whole.numel() != group.size * given.numel():
-        raise WeftError(
-            f"the output has {whole.numel()} elements, and the inputs of {group.size} ranks "
-            f"{group.size * given.numel()}"
-        )
+    _check_sizes(group, whole, given, ("output", "inputs"))
     fields = _compared([given, whole])
 
     def job() -> list[Tensor]:
@@ -126,18 +122,15 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
         WeftError: what is wrong with this rank's arguments.
     """
     place, whole = _elements(out), _elements(mine)
-    if whole.numel() != group.size * place.numel():
-        raise WeftError(
-            f"the input has {whole.numel()} elements, and the outputs of {group.size} ranks "
-            f"{group.size * place.numel()}"
-        )
+    _check_sizes(group, whole, place, ("input", "outputs"))
     fields = {"op": op, **_compared([place, whole], op)}
 
     def job() -> list[Tensor]:
-        parts = flattened(plain(whole)).tensor_split(group.size)
+        own = flattened(plain(whole))
+        parts = own.tensor_split(group.size)
         result = torch.empty_like(parts[group.rank])  # `out` may lie in what is still to be sent
         goes_along = whole.nbytes <= most_to_all(group)
-        told = memory_of(plain(whole)) if goes_along else b""
+        told = memory_of(own) if goes_along else b""
         with agreed(group, "reduce_scatter_single", fields, None, own=told) as said:
             if goes_along and len(result):
                 start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
@@ -195,6 +188,20 @@ def _elements(tensor: Tensor) -> Tensor:
             "elements of a tensor share memory, as expand() has them: pass a contiguous one"
         )
     return own.data
+
+
+def _check_sizes(group: Group, whole: Tensor, part: Tensor, names: tuple[str, str]) -> None:
+    """Check that a tensor has room for one part of each rank; `names` say what the two are.
+
+    Raises:
+        WeftError: it has more elements, or fewer.
+    """
+    total = group.size * part.numel()
+    if whole.numel() != total:
+        raise WeftError(
+            f"the {names[0]} has {whole.numel()} elements, "
+            f"and the {names[1]} of {group.size} ranks {total}"
+        )
 
 
 def _compared(tensors: Sequence[Tensor], op: str | None = None) -> dict[str, object]:
