@@ -1,7 +1,12 @@
 """The reductions: what each is called, what combines two values, and which values it takes.
 
-To add an operation: one entry in `OPS`; kernels, algorithms, dense reductions and tests find it
-there.
+To add an operation: one entry in `OPS`. Algorithms and dense reductions find it there, and serve it
+by torch operations; `tests/sparse/test_added_op.py` shows one. A gradient of a dense reduction needs
+a case in `comm/all_reduce.py`, machine code a line in `loops.VALUES`. The docstrings of
+`sparse/api.py` and `comm/all_reduce.py` and docs/start.md list all operations.
+
+What combines more than two rows at once, as a median, is no operation: it is a routine of its own
+over what all ranks gave, as those in `sparse/family`.
 """
 
 from __future__ import annotations
@@ -30,8 +35,9 @@ class Op:
     Attributes:
         name: "sum", "prod", ...; for a callable its kind and qualified name.
         function: combines two tensors of equal shape `[n, *row_shape]`, and changes neither: those
-            of `OPS` element by element, since parts of rows are reduced, too; a caller's row by
-            row. The left operand comes from the lower rank, or from earlier in the input.
+            of `OPS` element by element, since parts of rows are reduced, too, with the same bits
+            wherever in the tensor an element lies; a caller's row by row. The left operand comes
+            from the lower rank, or from earlier in the input.
         takes: the dtypes of values that can be reduced; None: all of `DTYPES`.
         instead: for values of other dtypes, what to do instead; for the error.
         rounds: whether the result of two values may need more digits than they have.
