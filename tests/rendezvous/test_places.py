@@ -36,8 +36,8 @@ KEY = struct.pack("=I", 9) + b"refcount/"  # of the first record of torch's file
 COUNT = KEY + struct.pack("=I", 1)  # before its value, of one byte
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1")
-SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08")
+ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1", known=True, has_mpi=True)
+SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08", known=True)
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def soon(seconds: float) -> float:
         (SRUN, "file:///nfs/run%207", MASTER, File(Path("/nfs/run 7"))),
         (ONE, "file:///nfs/", {}, File(Path("/nfs/weft-rendezvous"))),
         (ONE, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-rendezvous")),
-        (Launch("mpirun", 1, 2, 0, 1, "x"), None, {}, Mpi()),
-        (Launch("mpirun", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
+        (Launch("mpirun", 1, 2, 0, 1, "x", has_mpi=True), None, {}, Mpi()),
+        (Launch("a new one", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
         (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
     ],
 )
@@ -82,7 +82,10 @@ def test_places(launch: Launch, url: str | None, env: dict[str, str], expected: 
 
 def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
     one, other = (
-        [place(Launch("srun", rank, 2, 0, 1, job, "node08"), "file:///nfs/", {}) for rank in (0, 1)]
+        [
+            place(Launch("srun", rank, 2, 0, 1, job, "node08", known=True), "file:///nfs/", {})
+            for rank in (0, 1)
+        ]
         for job in ("12.0", "13.0")
     )
     assert one[0] == one[1] != other[0] == other[1]
@@ -95,7 +98,7 @@ def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
 
 def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:
     found = [
-        place(Launch("srun", rank, 2, 0, 1, job, "node08"), None, env)
+        place(Launch("srun", rank, 2, 0, 1, job, "node08", known=True), None, env)
         for rank, job, env in (
             (0, "12.0", {}),
             (1, "12.0", {}),
@@ -116,7 +119,7 @@ def test_names_that_are_no_text_name_hosts_and_jobs(
     """As the environment hands on bytes that are not UTF-8."""
     monkeypatch.setenv("WEFT_HOST", "caf\udce9")
     assert re.fullmatch("[0-9a-f]{32}", machine.own_host())
-    job = Launch("srun", 0, 2, 0, 1, "caf\udce9", "node08")
+    job = Launch("srun", 0, 2, 0, 1, "caf\udce9", "node08", known=True)
     in_folder = place(job, f"file://{tmp_path}/", {})
     assert isinstance(in_folder, File) and in_folder.path.parent == tmp_path
     named = place(job, None, {})
@@ -124,7 +127,7 @@ def test_names_that_are_no_text_name_hosts_and_jobs(
     assert Tcp("127.0.0.1", port, "there", space=named.space).open(ZERO, soon(5)).hosts
 
 
-@pytest.mark.parametrize("launch", [ONE_HOST, Launch("srun", 1, 2, 1, 2, "12.0", "node08")])
+@pytest.mark.parametrize("launch", [ONE_HOST, Launch("a new one", 1, 2, 1, 2, "12.0")])
 def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Path) -> None:
     assert place(launch, None, {}) == File(private / launch.job)
     assert stat.S_IMODE(private.stat().st_mode) == 0o700

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 
 import psutil
 
-from ..rendezvous.launchers import Launch
+from ..rendezvous.launchers import VARIABLES, Launch
 from ..rendezvous.places import Place
 
 VARIABLE = "WEFT_RANK_PROCESS"
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID")
 
 
 def leave_mark(launch: Launch, place: Place) -> None:
@@ -38,7 +37,7 @@ def refusal(launch: Launch, place: Place | None, env: Mapping[str, str]) -> str:
     # a variable comes from an ancestor, which is still there; a shell between them may have ended
     if int(starter) == os.getpid() or not psutil.pid_exists(int(starter)):
         return ""
-    names = " and ".join(name for name in _OF_LAUNCHERS if name in env)
+    names = " and ".join(name for name in VARIABLES if name in env)
     return (
         f"rank {launch.rank}: process {starter}, which is that rank of the {launch.size} that meet "
         f"at {place.where}, has started this process {os.getpid()}, which has its variables: unset "

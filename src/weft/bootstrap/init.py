@@ -46,17 +46,6 @@ T = TypeVar("T")
 
 TIMEOUT = 300.0  # seconds, of a group that weft starts
 TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
-# that a place to meet sets, and launchers that weft does not know
-_OF_MORE_RANKS = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_WORLD_SIZE",
-    "PMIX_RANK",
-    "PALS_RANKID",
-    "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK",
-    "FLUX_TASK_RANK",
-)
 _log = logging.getLogger("weft")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -403,7 +392,7 @@ def _check_backend(backend: str | None) -> None:
 def _tell_alone(launch: launchers.Launch, env: Mapping[str, str]) -> None:
     """Log that this is a group of one; as a warning, if the environment means more ranks."""
     several = [name for name in ("SLURM_NTASKS", "SLURM_NNODES") if env.get(name, "1") != "1"]
-    meant = several + [name for name in _OF_MORE_RANKS if env.get(name)]
+    meant = several + [name for name in launchers.UNREAD if env.get(name)]
     if launch.kind != "alone":  # a launcher that is known has said that it is one
         meant = []
     _log.log(

@@ -2,9 +2,13 @@
 
 Known are torchrun and whatever sets the same variables (`weft.bootstrap.local`, Kubernetes'
 PyTorchJob, Ray Train, netlab, a person); mpirun of Open MPI, MPICH and Intel MPI; and srun. Without
-a launcher it is a group of one. To read another launcher, add a function here that returns a
-`Launch` or None, and name it in `_READERS`. The first function that finds its own variables
+a launcher it is a group of one. The first function of `_READERS` that finds its own variables
 decides, so RANK and WORLD_SIZE, which a person can set, come first.
+
+To read another launcher, add a function that returns a `Launch` or None, and name it in `_READERS`,
+before those whose variables this launcher sets, too. Its own variable belongs in `VARIABLES`, and
+no more in `UNREAD`. Where ranks meet follows from the `Launch` (`places.place`). docs/launch.md has
+a table of launchers.
 
 The variables are those of the launchers' manuals: torchrun, Open MPI (mpirun, "Environmental
 Variables"), MPICH and Intel MPI (Hydra), Slurm (srun, "OUTPUT ENVIRONMENT VARIABLES").
@@ -22,7 +26,24 @@ from pathlib import Path
 from ..base.errors import WeftError
 
 _log = logging.getLogger("weft")
+
 _SLURM_SIZES = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"
+
+VARIABLES = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID")
+"""By which a process of each launcher is known here."""
+
+UNREAD = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_WORLD_SIZE",
+    "PMIX_RANK",
+    "PALS_RANKID",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+)
+"""What else shows that a process is one of several, by launchers that nothing here reads."""
+
 _SPECIAL_STEPS = 0xFFFFFFF0  # steps from here on are batch scripts and the like
 
 
@@ -31,8 +52,8 @@ class Launch:
     """How this process was launched.
 
     Attributes:
-        kind: "torchrun", "environment" (its variables, set by something else), "mpirun", "srun"
-            or "alone".
+        kind: "torchrun", "environment" (its variables, set by something else), "alone", or what
+            the launcher is called.
         rank: this process's number.
         size: how many processes there are.
         local_rank: its number on this machine.
@@ -40,6 +61,8 @@ class Launch:
         job: the launcher's name of the job, which no other job has at the same time; empty if it
             has no name.
         head: the host of rank 0, if the launcher tells it.
+        known: whether the hosts of the job all know it by this name.
+        has_mpi: whether MPI can tell its ranks where rank 0 is.
     """
 
     kind: str
@@ -49,6 +72,13 @@ class Launch:
     local_size: int
     job: str = ""
     head: str = ""
+    known: bool = False
+    has_mpi: bool = False
+
+    @property
+    def by_its_own_variables(self) -> bool:
+        """Whether a launcher has told the rank by variables of its own, and no place to meet."""
+        return self.kind not in ("torchrun", "environment", "alone")
 
 
 def detect(env: Mapping[str, str] | None = None) -> Launch:
@@ -108,7 +138,8 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
     rank, size = _ranked(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local_rank = _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
     local_size = _whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
-    return Launch("mpirun", rank, size, local_rank, local_size, job)
+    known = "@" in job  # else it is named after a process of one host
+    return Launch("mpirun", rank, size, local_rank, local_size, job, known=known, has_mpi=True)
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
@@ -118,7 +149,8 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     rank, size = _ranked(env, "PMI_RANK", "PMI_SIZE")
     local_rank = _whole(env, "MPI_LOCALRANKID", rank)
     local_size = _whole(env, "MPI_LOCALNRANKS", size)
-    return Launch("mpirun", rank, size, local_rank, local_size, _starter("PMI_RANK="))
+    job = _starter("PMI_RANK=")
+    return Launch("mpirun", rank, size, local_rank, local_size, job, has_mpi=True)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
@@ -150,6 +182,7 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         _slurm_local_size(env) or (local_rank + 1 if several else size),
         f"{job}.{step}" if job else "",
         re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).partition(",")[0],  # the first of node[08-10,12]
+        known=bool(job),
     )
 
 

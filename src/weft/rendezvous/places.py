@@ -407,7 +407,7 @@ def place(
         raise WeftError(
             f"rendezvous {rendezvous!r} is none of env://, tcp://host:port and file:///path"
         )
-    if launch.size == 1 and launch.kind in ("mpirun", "srun"):
+    if launch.size == 1 and launch.by_its_own_variables:
         return None
     if rendezvous is not None:
         if launch.kind == "alone":
@@ -425,13 +425,14 @@ def place(
     if not missing:
         return _environment(launch, env)
     if rendezvous is None:
-        if launch.job and launch.local_size == launch.size and launch.kind in ("mpirun", "srun"):
+        is_one_host = launch.local_size == launch.size
+        if launch.by_its_own_variables and launch.job and is_one_host:
             return File(private() / launch.job.replace("/", "-"))
-        head = env.get("MASTER_ADDR") or launch.head
-        if launch.kind == "srun" and launch.job and head:
-            return _of_job(head, launch.job)
-        if launch.kind == "mpirun":
+        if launch.has_mpi:
             return Mpi()
+        head = env.get("MASTER_ADDR") or launch.head
+        if launch.known and head:
+            return _of_job(head, launch.job)
     raise WeftError(
         f"rank {launch.rank}: the environment has rank and world size but no "
         f"{' and no '.join(missing)}: start with torchrun, or set what is missing, or pass "
@@ -513,10 +514,8 @@ def _path(url: str, launch: Launch) -> Path:
         )
     if not path.endswith("/") and not Path(path).is_dir():
         return Path(path)
-    # other launchers name the job after a process of one host, or not at all
-    known = launch.job and (launch.kind == "srun" or "@" in launch.job)
     digest = hashlib.sha256(os.fsencode(launch.job)).hexdigest()[:12]
-    return Path(path) / (f"{_NAME}-{digest}" if known else _NAME)
+    return Path(path) / (f"{_NAME}-{digest}" if launch.known else _NAME)
 
 
 # Where this host is, for those on others.
