@@ -1,11 +1,16 @@
-"""Many cases in one group of ranks, of hosts and rates, too: what goes wrong says in which."""
+"""Many cases in one group of ranks, of hosts and rates, too: what goes wrong says in which.
+
+And a group of torch.distributed's around what needs one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from weft.group.group import Group
 from weft.sparse import rate
@@ -37,6 +42,26 @@ def in_case(*case: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case {', '.join(map(repr, case))}")
         raise
+
+
+@contextmanager
+def in_default_group(group: Group, folder: Path, backend: str = "gloo") -> Iterator[None]:
+    """A block in which the ranks of a group are torch.distributed's default group.
+
+    That outlives what is made in the block, such as models: one that goes with its model waits for
+    a thread that may wait for this one (torch's destructor keeps the interpreter; pytorch#56297).
+
+    Args:
+        group: of processes.
+        folder: in which the ranks meet.
+        backend: of the group.
+    """
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group(backend, meeting, rank=group.rank, world_size=group.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

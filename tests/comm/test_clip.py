@@ -111,9 +111,10 @@ def test_a_gradient_of_another_layout():
         weft.clip_grad_norm_([parameter], 1.0)
 
 
-def test_what_stands_for_values_is_clipped_as_torch_does():
-    for where in (torch.device("meta"), FakeTensorMode()):
+def test_a_gradient_that_only_stands_for_values():
+    for where, text in ((torch.device("meta"), "on the meta device"), (FakeTensorMode(), "a Fake")):
         with where:
             parameter = nn.Parameter(torch.ones(2))
             parameter.grad = torch.ones(2)
-            assert weft.clip_grad_norm_(parameter, 1.0).shape == ()
+            with pytest.raises(weft.WeftError, match=f"^a gradient is {text}"):
+                weft.clip_grad_norm_(parameter, 1.0)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from cases import in_default_group
 from checked_rounds import CheckedRounds
 from weft import nn
 from weft.base.devices import as_device
@@ -136,24 +137,18 @@ def test_the_capture_of_a_graph_is_refused(group, monkeypatch):
             CALLS[name](2, 4)
 
 
-def over_gloo(group, path):
-    start = {"init_method": f"file://{path}", "rank": group.rank, "world_size": group.size}
-    dist.init_process_group("gloo", **start)
-    try:
-        with weft.init(), as_device():
-            over = default.resolve(None).on(CPU)
-            assert isinstance(over.wire, TorchRounds) and "gloo" in over.route
-            for name in CALLS:
-                CALLS[name](group.size, 30_000)
-            dist.group.WORLD.bound_device_id = torch.device(
-                "cpu:0"
-            )  # as if its communicator had been made with it
-            layers(2)
-            return sums(group)
-    finally:
-        dist.destroy_process_group()
+def over_gloo(group, folder):
+    with in_default_group(group, folder), weft.init(), as_device():
+        over = default.resolve(None).on(CPU)
+        assert isinstance(over.wire, TorchRounds) and "gloo" in over.route
+        for name in CALLS:
+            CALLS[name](group.size, 30_000)
+        # as if its communicator had been made with it
+        dist.group.WORLD.bound_device_id = torch.device("cpu:0")
+        layers(2)
+        return sums(group)
 
 
 def test_over_a_group_of_gloo(tmp_path):
-    found = run(4, over_gloo, str(tmp_path / "store"), on="processes")
+    found = run(4, over_gloo, tmp_path, on="processes")
     same(found, run(4, sums, on="threads"))

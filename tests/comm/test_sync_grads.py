@@ -99,21 +99,32 @@ def test_gradients_are_summed_by_name(group, average):
     assert module.table.weight.grad.is_coalesced()
 
 
-@pytest.mark.parametrize("otherwise", ["missing", "tied"])
+OTHERWISE = {
+    "missing": (lambda m: m.pop("two"), r"rank 1 has no 'two', on rank 0 it is a .*parameter"),
+    "tied": (
+        lambda m: m.update({"two": m["one"]}),
+        r"'two' is .* on rank 0, and .*, the same as 'one' on rank 1",
+    ),
+    "shape": (
+        lambda m: m.update({"two": nn.Parameter(torch.ones(7))}),
+        r"'two' is .*\(2,\) on rank 0, and .*\(7,\) on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
 @spmd(3, on=EVERYWHERE)
 def test_who_has_other_parameters_is_named_and_nothing_changes(group, otherwise):
-    module = nn.ParameterDict({"one": nn.Parameter(torch.ones(2))})
-    if group.rank != 1:
-        module["two"] = nn.Parameter(torch.ones(2))
-    elif otherwise == "tied":
-        module["two"] = module["one"]
+    change, text = OTHERWISE[otherwise]
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("one", "two")})
+    if group.rank == 1:
+        change(module)
     module["one"].grad = torch.full((2,), 1.0 + group.rank)
-    what = "rank 1 has no 'two', on rank 0 it is a .*parameter"
-    if otherwise == "tied":
-        what = "'two' is .* on rank 0, and .*, the same as 'one' on rank 1"
-    with pytest.raises(weft.WeftError, match=f"{what}.*; gradients are as they were"):
+    with pytest.raises(weft.WeftError, match=f"{text}.*; nothing was changed"):
         weft.sync_grads(module, average=False)
     assert module["one"].grad.eq(1 + group.rank).all()
+    with pytest.raises(weft.WeftError, match="differ in average"):
+        weft.sync_grads(nn.Linear(2, 2), average=group.rank == 0)
     weft.sync_grads(nn.Linear(2, 2))
 
 
@@ -204,24 +215,6 @@ def test_few_messages(group):
     before = group.traffic.messages
     weft.sync_grads(module)
     assert group.traffic.messages - before <= 3 + 3  # the statements, and one reduction
-
-
-@spmd(3, on=("threads",))
-def test_where_a_shape_differs_nothing_is_changed(group):
-    module = Model()
-    module(words(group.rank)).backward()
-    if group.rank == 1:
-        module.first.bias = nn.Parameter(torch.ones(7))
-    before = {name: gradient.clone() for name, gradient in dense(module).items()}
-    text = (
-        r"'first.bias' is .*\(300,\) on rank 0, and .*\(7,\) on rank 1; gradients are as they were"
-    )
-    with pytest.raises(weft.WeftError, match=text):
-        weft.sync_grads(module)
-    found = dense(module)
-    assert all(torch.equal(found[name], gradient) for name, gradient in before.items())
-    with pytest.raises(weft.WeftError, match="differ in average"):
-        weft.sync_grads(Model(), average=group.rank == 0)
 
 
 @spmd(2, on=EVERYWHERE)

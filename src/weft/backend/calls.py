@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ..base import _torch
-from ..base.errors import WeftError, summed_up
+from ..base.errors import WeftError
 from ..base.memory import memory_of, typed
 from ..base.tensors import (
     flattened,
     has_elements,
-    is_made_of_others,
     lacking,
     mark_overwritten,
     overlapping,
@@ -32,6 +31,8 @@ from ..base.tensors import (
 )
 from ..call.terms import agreed
 from ..comm.all_reduce import reduce_in_place
+from ..comm.gradients import index_outside
+from ..comm.named import wrong_gradient
 from ..comm.staging import most_to_all, moved
 from ..group.group import Group
 from ..kernels.ops import OPS
@@ -41,41 +42,35 @@ from ..sparse.api import job_of
 Job = Callable[[], list[Tensor]]
 """What runs in the turn of a call: the tensors that it has written."""
 
-_MOST = 200  # characters of sizes that ranks compare as text; longer texts by a digest
 
-
-def all_reduce(group: Group, tensors: Sequence[Tensor], op: str) -> Job:
-    """Reduce each tensor over all ranks, in place.
+def all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
+    """Reduce a tensor over all ranks, in place.
 
     Raises:
         WeftError: what is wrong with this rank's arguments.
     """
-    given = [_elements(tensor) for tensor in tensors]
-    fields = {"op": op, **_compared(given, op)}
+    own = _elements(tensor)
+    fields = _compared([own], op)
 
     def job() -> list[Tensor]:
-        places = [flattened(plain(each)) for each in given]
-        reduce_in_place(group, "all_reduce", fields, places, op)
-        for place, own in zip(places, given, strict=True):
-            _put(place, own)
-        return list(tensors)
+        place = flattened(plain(own))
+        reduce_in_place(group, "all_reduce", fields, [place], op)
+        _put(place, own)
+        return [tensor]
 
     return job
 
 
-def sparse_all_reduce(group: Group, tensors: Sequence[Tensor], op: str) -> Job:
-    """Reduce sparse tensors over all ranks, each in place: it becomes the coalesced result."""
-    given = [_combined(_as_given(tensor), op) for tensor in tensors]
-    alone = len(given) == 1  # a list would need one more exchange
-    reduction = job_of(group, given[0] if alone else given, op, "auto", None)
+def sparse_all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
+    """Reduce a sparse tensor over all ranks, in place: it becomes the coalesced result."""
+    reduction = job_of(group, _combined(_as_given(tensor), op), op, "auto", None)
 
     def job() -> list[Tensor]:
-        done = reduction.run()
-        for tensor, result in zip(tensors, [done] if alone else done, strict=True):
-            with torch.inference_mode(tensor.is_inference()):  # in which it was made
-                tensor.data = result  # the caller's tensor now has the memory of the result
-        mark_overwritten(tensors)
-        return list(tensors)
+        result = reduction.run()
+        with torch.inference_mode(tensor.is_inference()):  # in which it was made
+            tensor.data = result  # the caller's tensor now has the memory of the result
+        mark_overwritten([tensor])
+        return [tensor]
 
     return job
 
@@ -87,7 +82,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
         WeftError: what is wrong with this rank's arguments.
     """
     whole, given = _elements(out), _elements(mine)
-    _check_sizes(group, whole, given, ("output", "inputs"))
+    _check_sizes(group, whole, given)
     fields = _compared([given, whole])
 
     def job() -> list[Tensor]:
@@ -122,8 +117,8 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
         WeftError: what is wrong with this rank's arguments.
     """
     place, whole = _elements(out), _elements(mine)
-    _check_sizes(group, whole, place, ("input", "outputs"))
-    fields = {"op": op, **_compared([place, whole], op)}
+    _check_sizes(group, whole, place)
+    fields = _compared([place, whole], op)
 
     def job() -> list[Tensor]:
         own = flattened(plain(whole))
@@ -190,8 +185,8 @@ def _elements(tensor: Tensor) -> Tensor:
     return own.data
 
 
-def _check_sizes(group: Group, whole: Tensor, part: Tensor, names: tuple[str, str]) -> None:
-    """Check that a tensor has room for one part of each rank; `names` say what the two are.
+def _check_sizes(group: Group, whole: Tensor, part: Tensor) -> None:
+    """Check that a tensor has room for one part of each rank.
 
     Raises:
         WeftError: it has more elements, or fewer.
@@ -199,28 +194,23 @@ def _check_sizes(group: Group, whole: Tensor, part: Tensor, names: tuple[str, st
     total = group.size * part.numel()
     if whole.numel() != total:
         raise WeftError(
-            f"the {names[0]} has {whole.numel()} elements, "
-            f"and the {names[1]} of {group.size} ranks {total}"
+            f"tensors of {part.numel()} and {whole.numel()} elements were given: for {group.size} "
+            f"ranks the second must have {total}"
         )
 
 
 def _compared(tensors: Sequence[Tensor], op: str | None = None) -> dict[str, object]:
-    """What ranks compare of the tensors of a call: their dtype and sizes.
+    """What ranks compare of a call: the reduction, and the dtype and sizes of the tensors.
 
     Raises:
-        WeftError: there are several dtypes, or one that cannot be reduced so.
+        WeftError: they have several dtypes, or one that cannot be reduced so.
     """
     dtypes = {str(tensor.dtype) for tensor in tensors}
     if len(dtypes) > 1:
         raise WeftError(f"tensors of {' and '.join(sorted(dtypes))} were given: pass one dtype")
-    for tensor in tensors[:1]:
-        if op is not None and (error := dense.refuses(op, tensor.dtype)):
-            raise WeftError(error)
-    sizes = ", ".join(str(tensor.numel()) for tensor in tensors)
-    return {
-        "dtype": "".join(dtypes),
-        "sizes": summed_up(sizes, _MOST, f"{len(tensors)} tensors"),
-    }
+    if op is not None and (error := dense.refuses(op, tensors[0].dtype)):
+        raise WeftError(error)
+    return {"op": op, "dtype": tensors[0].dtype, "sizes": [each.numel() for each in tensors]}
 
 
 def _put(place: Tensor, own: Tensor) -> None:
@@ -245,15 +235,8 @@ def _combined(tensor: Tensor, op: str) -> Tensor:
     Entries of one index are its summands, which only a sum may take so. A tensor in which something
     is wrong stays as it is: the call says so on every rank.
     """
-    is_sparse = tensor.layout == torch.sparse_coo and not is_made_of_others(tensor)
-    if op in ("sum", "avg") or not is_sparse:
+    if op in ("sum", "avg") or op not in OPS or OPS[op].refuses(tensor.dtype):
         return tensor
-    indices = tensor._indices()
-    if not has_elements(indices) or not has_elements(tensor._values()):
-        return tensor
-    if op not in OPS or OPS[op].refuses(tensor.dtype):  # `coalesce` may not know the dtype
-        return tensor
-    sizes = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=tensor.device)[:, None]
-    # `coalesce` would write out of bounds for others
-    in_range = ((indices >= 0) & (indices < sizes)).all()
-    return tensor.coalesce() if in_range else tensor
+    if wrong_gradient("a tensor", tensor) or index_outside(tensor):
+        return tensor  # `coalesce` would write out of bounds
+    return tensor.coalesce()

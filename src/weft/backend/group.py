@@ -8,6 +8,7 @@ caller's thread if the call is synchronous.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,15 +37,26 @@ _UNSET = dist.BarrierOptions().timeout  # of a barrier that is given no timeout
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+def _of_weft(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is weft's; under FakeTensorMode torch's dispatcher has it send nothing."""
+
+    @_torch.uncompiled
+    @functools.wraps(method)
+    def called(self: WeftGroup, *given: Any, **options: Any) -> Any:
+        if _torch.is_faking():
+            return getattr(self._inside, method.__name__)(*given, **options)
+        return method(self, *given, **options)
+
+    return called
+
+
 class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
     """A group of backend "weft", on one rank.
 
     Attributes:
-        timeout: seconds that a wait of the group may last; None: as long as gloo's.
         space: the part of the store in which its ranks meet, where no earlier group has met.
     """
 
-    timeout: float | None = None
     _weft_group: Group | None = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -80,51 +92,26 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
             self._weft_group = process_group.of_group(self)
         return self._weft_group
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change what any one wait may last, from now on: torch 2.15's `dist.set_timeout`.
-
-        Raises:
-            WeftError: it is not above 0; nothing has changed.
-        """
-        seconds = timeout.total_seconds()
-        if error := wrong_timeout(seconds):
-            raise WeftError(f"rank {self.rank()}: {error}")
-        self.timeout = seconds
-        group = process_group.joined(self)
-        if group is not None:
-            group.set_timeout(seconds)
-        self._gloo.set_timeout(timeout)
-
-    @_torch.uncompiled
+    @_of_weft
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        if _torch.is_faking():
-            return self._faked("allreduce", tensors, opts)
-
         def prepare(group: Group) -> calls.Job:
-            given = _listed(tensors)
-            op = _op_of(opts)
-            if any(each.layout == torch.sparse_coo for each in given):
+            tensor = _single(tensors)
+            if tensor.layout == torch.sparse_coo:
                 kernels.prepare()  # compile here, before the deadline of any wait begins
-                return calls.sparse_all_reduce(group, given, op)
-            return calls.all_reduce(group, given, op)
+                return calls.sparse_all_reduce(group, tensor, _op_of(opts))
+            return calls.all_reduce(group, tensor, _op_of(opts))
 
         return self._begun("all_reduce", opts, tensors, prepare)
 
-    @_torch.uncompiled
+    @_of_weft
     def all_gather_single(self, out: Any, mine: Any, opts: Any = None) -> Any:
-        if _torch.is_faking():
-            return self._faked("all_gather_single", out, mine, opts)
-
         def prepare(group: Group) -> calls.Job:
             return calls.all_gather_single(group, _single(out), _single(mine))
 
         return self._begun("all_gather_single", opts, out, prepare)
 
-    @_torch.uncompiled
+    @_of_weft
     def reduce_scatter_single(self, out: Any, whole: Any, opts: Any = None) -> Any:
-        if _torch.is_faking():
-            return self._faked("reduce_scatter_single", out, whole, opts)
-
         def prepare(group: Group) -> calls.Job:
             return calls.reduce_scatter_single(group, _single(out), _single(whole), _op_of(opts))
 
@@ -149,23 +136,14 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         return Collective(None)
 
     def shutdown(self) -> None:
-        """Close the group, so that the peers know that this rank did not die. Twice is fine.
-
-        Also one that only weft's own calls have used.
-        """
-        group, self._weft_group = self._weft_group, None
-        if group is None or group.closed:
-            group = process_group.joined(self)
+        """Close the group, so that the peers know that this rank did not die. Twice is fine."""
+        group = process_group.joined(self)  # also one that only weft's own calls have used
         if group is not None:
             group.close()
         self._gloo.shutdown()
 
-    def _faked(self, name: str, *given: Any) -> Any:
-        """A call under FakeTensorMode, which sends nothing, as torch's dispatcher knows."""
-        return getattr(self._inside, name)(*(each for each in given if each is not None))
-
     def _begun(
-        self, name: str, opts: Any, outs: Any, prepare: Callable[[Group], calls.Job]
+        self, name: str, opts: Any, out: Any, prepare: Callable[[Group], calls.Job]
     ) -> Collective:
         """Run a call when its turn has come: in the caller's thread if it is synchronous.
 
@@ -178,7 +156,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
             return Collective(None, group.worker.call(name, job))
         begun = Collective(group.worker.submit(name, job))
         if _torch.are_promised():
-            begun.promise(_listed(outs))
+            begun.promise([_single(out)])
         return begun
 
 
@@ -224,28 +202,15 @@ for _name in _OF_GLOO:  # of several versions of torch
     setattr(WeftGroup, _name, _to_gloo(_name))
 
 
-def _listed(tensors: Any) -> list[Tensor]:
-    """One tensor or a list of them, as a list.
-
-    Raises:
-        WeftError: it is neither.
-    """
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for each in found:
-        if not isinstance(each, Tensor):
-            raise WeftError(f"{shown(each)} was given: pass tensors")
-    return found
-
-
 def _single(tensors: Any) -> Tensor:
     """One tensor, or that of a list of one.
 
     Raises:
-        WeftError: there are more, or fewer.
+        WeftError: there are more, or fewer, or it is none.
     """
-    found = _listed(tensors)
-    if len(found) != 1:
-        raise WeftError(f"{len(found)} tensors were given: pass one")
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise WeftError(f"{shown(tensors)} was given: pass one tensor, or a list of one")
     return found[0]
 
 

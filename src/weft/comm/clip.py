@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, entry
-from ..base.tensors import is_made_of_others
 from ..group.group import Group
 from .all_reduce import Reduction
 from .differentiable import apply
@@ -75,7 +74,7 @@ def clip_grad_norm_(
     groups = groups_of_shards(given)
     most = _number(max_norm)
     p = _number(norm_type)
-    error = _wrong(given, sends=bool(groups))
+    error = _wrong(given)
     if not (most >= 0 and p > 0):
         said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
         error = f"{said}: the first must be at least 0 and the second above it"
@@ -95,9 +94,7 @@ def clip_grad_norm_(
     norms_of_shards = _norms_over(parts, doubles, most, p, error)
     whole = [each for parameter, each in values.items() if parameter not in groups]
     norms = [_norm(each, p) for each in whole if each.numel()] + norms_of_shards
-    if not norms:
-        return torch.tensor(0.0)
-    total = _joined(norms, p)
+    total = nn.utils.get_total_norm(norms, p)  # the norm of norms is that of all values
     if error_if_nonfinite and not total.isfinite():
         raise WeftError(f"the norm of the gradients is {total.item()}: it cannot be clipped")
     clip: Any = nn.utils.clip_grads_with_norm_  # which asks for nothing but `.grad`
@@ -133,17 +130,11 @@ def _number(given: object) -> float:
         return math.nan
 
 
-def _wrong(parameters: Sequence[Tensor], *, sends: bool) -> str | None:
-    """Which gradient cannot be clipped, or None.
-
-    Where nothing is sent, those that only stand for values can, as in an estimate of memory.
-    """
+def _wrong(parameters: Sequence[Tensor]) -> str | None:
+    """Why a gradient cannot be clipped, or None."""
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        own = local(parameter.grad)
-        is_real = not own.is_meta and not is_made_of_others(own)
-        if (sends or is_real) and (error := wrong_gradient("a gradient", parameter.grad)):
+        gradient = parameter.grad
+        if gradient is not None and (error := wrong_gradient("a gradient", gradient)):
             return error
     return None
 
@@ -203,12 +194,3 @@ def _norms_over(
     if raised is not None:
         raise raised
     return found
-
-
-def _joined(norms: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of what these are the norms of, on the device of the first."""
-    widest = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, widest) for norm in norms]), p
-    )
-    return total

@@ -8,15 +8,14 @@ reduced in a few large `buckets`, and sparse ones in one `sparse_all_reduce`.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import shown
-from ..base.errors import WeftError, entry
+from ..base.errors import entry
 from ..base.tensors import mark_overwritten, shares_elements
 from ..call.attempt import preparing
 from ..call.terms import ROOM, agreed
@@ -127,9 +126,7 @@ class Synchronised:
         if self.error is None and len(self.of) >= ROOM:
             self.error = f"{len(self.of)} parameters are too many for one call: below {ROOM}"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
-        self._fields: dict[str, object] = {}
-        if self.error is None:
-            self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
+        self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -160,8 +157,9 @@ class Synchronised:
         Raises:
             WeftError: arguments or modules differ, or a rank has a gradient that cannot be reduced.
         """
-        states, wrong = self._states(gradients)
-        error = self.error or wrong or self._unlike(gradients)
+        states = {name: _state(gradients.get(name)) for name in self.of}
+        wrong = itertools.starmap(self._wrong, gradients.items())
+        error = self.error or next(filter(None, wrong), None)
         with agreed(
             self.group,
             NAME,
@@ -172,20 +170,24 @@ class Synchronised:
         ) as said:
             if said.equal:
                 return dict(zip(self.of, said.mask(len(self.of)), strict=True))
-        raise_difference(self.group, NAME, self.manifest, kept="; gradients are as they were")
+        raise_difference(self.group, NAME, self.manifest)
 
-    def _states(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, int], str | None]:
-        """The kind of this rank's gradient for each name; and the first error, or None."""
-        dtypes = {each.dtype for each in gradients.values()}
-        refused = {dtype: dense.refuses(self._op, dtype) for dtype in dtypes}
-        wrong = (_wrong(name, each, refused[each.dtype]) for name, each in gradients.items())
-        states = {name: _state(gradients.get(name)) for name in self.of}
-        return states, next(filter(None, wrong), None)
-
-    def _unlike(self, gradients: Mapping[str, Tensor]) -> str | None:
-        """The error if a gradient is not like its parameter, or None."""
-        found = (unlike(name, each, self.of[name]) for name, each in gradients.items())
-        return next(filter(None, found), None)
+    def _wrong(self, name: str, gradient: Tensor) -> str | None:
+        """Why a gradient cannot be reduced, or None."""
+        what = f"the gradient of {name!r}"
+        if error := wrong_gradient(what, gradient):
+            return error
+        if refused := dense.refuses(self._op, gradient.dtype) or index_outside(gradient):
+            return f"{what}: {refused}"
+        parameter = self.of[name]
+        if (gradient.dtype, gradient.shape) != (parameter.dtype, parameter.shape):
+            return (
+                f"{what} is {gradient.dtype} of shape {tuple(gradient.shape)}, the parameter "
+                f"{parameter.dtype} of shape {tuple(parameter.shape)}: make them one"
+            )
+        if shard_of(gradient) != shard_of(parameter):
+            return f"{what} is placed otherwise than the parameter"
+        return None
 
     def _reduce_sparse(self, names: Mapping[str, int], gradients: dict[str, Tensor]) -> None:
         """Reduce sparse gradients, given by name the number of their sparse dimensions."""
@@ -198,12 +200,8 @@ class Synchronised:
             kind = self.wire_dtype if rounds else None, table.device.type
             calls.setdefault(kind, {})[name] = table
         for (wire_dtype, _), tables in calls.items():
-            given = list(tables.values())
-            try:
-                results = job_of(self.group, given, self._op, "auto", wire_dtype).run()
-            except WeftError as error:
-                raise WeftError(_named(str(error), list(tables))) from error
-            gradients.update(zip(tables, results, strict=True))
+            job = job_of(self.group, list(tables.values()), self._op, "auto", wire_dtype)
+            gradients.update(zip(tables, job.run(), strict=True))
 
     def _dense(self, name: str, gradients: dict[str, Tensor]) -> Tensor:
         """This rank's dense gradient, or its shard; zeros, if there is none."""
@@ -239,43 +237,13 @@ def without_rows(like: Tensor, dims: int = 1) -> Tensor:
     )
 
 
-def unlike(name: str, gradient: Tensor, parameter: Tensor) -> str | None:
-    """In what a gradient is not like its parameter, or None."""
-    if gradient.dtype != parameter.dtype:
-        return (
-            f"the gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}: "
-            "make them one"
-        )
-    if gradient.shape != parameter.shape:
-        return (
-            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, the parameter "
-            f"{tuple(parameter.shape)}: make them one"
-        )
-    if shard_of(gradient) != shard_of(parameter):
-        return f"the gradient of {name!r} is placed otherwise than the parameter"
-    return None
-
-
-def _wrong(name: str, gradient: Tensor, refused: str | None) -> str | None:
-    """Why a gradient cannot be reduced, or None."""
-    if error := wrong_gradient(f"the gradient of {name!r}", gradient):
-        return error
-    refused = refused or _index_outside(gradient)
-    return refused and f"the gradient of {name!r}: {refused}"
-
-
-def _index_outside(gradient: Tensor) -> str | None:
+def index_outside(gradient: Tensor) -> str | None:
     """Which index of a sparse gradient is none of its shape, or None; `to_dense` does not look."""
     if gradient.layout != torch.sparse_coo or not gradient._nnz():
         return None
     ends = torch.stack(gradient._indices().aminmax(dim=1)).tolist()  # one wait for a device
     bounds = zip(*ends, gradient.shape, strict=False)
     return next(filter(None, itertools.starmap(outside, bounds)), None)
-
-
-def _named(error: str, names: Sequence[str]) -> str:
-    """An error about a list of tables, with the parameters' names in place of table numbers."""
-    return re.sub(r"\btable (\d+)\b", lambda m: f"the gradient of {names[int(m[1])]!r}", error)
 
 
 def _state(gradient: Tensor | None) -> int:

@@ -55,22 +55,18 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         # tensors: by that of the owner, since `place` is freed
         memory = place.device, place.data_ptr(), place.dtype, place.shape, place.stride()
         key = memory if buffers and place.numel() else id(tensor)
+        if buffers and shares_elements(place):
+            return {}, {}, f"elements of {kind} {name!r} share memory: make it contiguous"
         text = description(kind, tensor)
-        if buffers:
-            if dims := expanded_dims(place):
-                text += f", expanded along {dims}"  # it cannot become what is not
-            if shares_elements(each_once(place)):  # in other ways than `expand` has it
-                error = f"elements of {kind} {name!r} share memory: make it contiguous"
-                return {}, {}, error
         if key in first:
             text += f", the same as {first[key]!r}"
         else:
             first[key] = name
             found[name] = tensor
         manifest[name] = text
-    if buffers:
-        for name, other in overlaps(found):
-            manifest[name] += f", in memory that {other!r} has, too"
+    if buffers and (pair := next(overlaps(found), None)):
+        name, other = pair
+        return {}, {}, f"{name!r} lies in memory that {other!r} has, too: clone() one of them"
     return found, manifest, None
 
 
@@ -175,21 +171,6 @@ def overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
             last = device, end, name
 
 
-def each_once(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, each once of those that `expand` has repeated."""
-    for dim in expanded_dims(tensor):
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def expanded_dims(tensor: Tensor) -> list[int]:
-    """The dimensions along which elements are repeated: torch refuses to write to such tensors."""
-    if tensor.is_contiguous():
-        return []
-    steps = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
-    return [dim for dim, (step, length) in steps if step == 0 and length > 1]
-
-
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor on this rank, detached: a DTensor's shard, else the whole tensor."""
     plain: Any = tensor.detach()
@@ -236,13 +217,12 @@ def digest(manifest: Manifest) -> int:
     return int.from_bytes(code, "little", signed=True)
 
 
-def raise_difference(group: Group, name: str, manifest: Manifest, kept: str) -> NoReturn:
+def raise_difference(group: Group, name: str, manifest: Manifest) -> NoReturn:
     """Exchange manifests whose digests differ; collective, inside a call's turn.
 
     Args:
-        group, name: of the call.
+        group, name: of the call, which has changed nothing yet.
         manifest: this rank's.
-        kept: the end of the error, which says that nothing was changed.
 
     Raises:
         WeftError: what is not the same on all ranks; the same text on each.
@@ -252,7 +232,7 @@ def raise_difference(group: Group, name: str, manifest: Manifest, kept: str) -> 
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
     said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
     manifests = {group.rank_in_errors(rank): theirs for rank, theirs in enumerate(said)}
-    raise WeftError(f"the modules differ: {_difference(manifests)}{kept}")
+    raise WeftError(f"the modules differ: {_difference(manifests)}; nothing was changed")
 
 
 def _read(text: Tensor) -> Manifest:

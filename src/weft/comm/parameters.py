@@ -30,7 +30,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
 from .buckets import in_buckets
-from .named import digest, each_once, local, of_module, raise_difference
+from .named import digest, local, of_module, raise_difference
 
 _NAME = "sync_params"
 
@@ -48,8 +48,9 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
         group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
 
     Raises:
-        WeftError: modules or arguments differ, naming the first difference and the ranks; the same
-            text on every rank. Nothing was overwritten, and the next call works.
+        WeftError: modules or arguments differ, naming the first difference and the ranks, or two
+            tensors lie in one memory, unless it is the same for both; the same text on every rank.
+            Nothing was overwritten, and the next call works.
         WireError: a peer or a link failed; names the culprit. The group is lost, and the values
             are undefined.
 
@@ -75,7 +76,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
             with agreed(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
-                raise_difference(group, _NAME, manifest, kept="; nothing was overwritten")
+                raise_difference(group, _NAME, manifest)
             _broadcast(group, root, found.values())
 
     group.worker.call(_NAME, job)
@@ -84,7 +85,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
 def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     """Fill tensors with what they are on one rank; collective."""
     here = group.rank == source
-    places = [each_once(local(owner)) for owner in owners]
+    places = [local(owner) for owner in owners]
     values = [plain(place) for place in places]
     chain = [*range(source, group.size), *range(source)]
 

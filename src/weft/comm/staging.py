@@ -56,7 +56,9 @@ def most_to_all(group: Group) -> int:
     nothing is told so, not even empty tensors."""
     if not is_direct(group):
         return -1
-    return ALONG if are_all_near(group) else _TO_OTHERS
+    # near ones read what a rank has for them in one memory; all ranks say the same of this
+    are_all_near = len(group.near) == group.size - 1
+    return ALONG if are_all_near else _TO_OTHERS
 
 
 def most_to_each(group: Group) -> list[int]:
@@ -66,11 +68,6 @@ def most_to_each(group: Group) -> list[int]:
         return [ALONG] * group.size
     of_near = min(ALONG, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else ALONG for peer in range(group.size)]
-
-
-def are_all_near(group: Group) -> bool:
-    """Whether all ranks read what a rank has for them in one memory; they all say the same."""
-    return len(group.near) == group.size - 1
 
 
 def moved(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:

@@ -158,8 +158,7 @@ def _timeout_of(process_group: dist.ProcessGroup) -> float:
 
     `dist.new_group()` mostly gets no timeout, and torch's default is half an hour.
     """
-    own: float | None = getattr(process_group, "timeout", None)  # of a backend of weft's
-    limit = own or _torch.timeout_of(process_group)
+    limit = _torch.timeout_of(process_group)
     default = None if dist.group.WORLD is None else _ranks_of(dist.group.WORLD).group
     if limit == _torch.default_timeout() and default is not None:
         return min(limit, default.timeout)
