@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import in_case
+from cases import in_case, in_default_group
 from weft import ddp
 from weft.base.devices import as_device
 from weft.base.errors import Error, WeftError, WireError
@@ -95,12 +95,19 @@ def check_equal(found: nn.Module, wanted: nn.Module) -> None:
         torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=0, msg=name)
 
 
-def both(options: dict[str, Any], **kinds: Any) -> tuple[nn.Module, DistributedDataParallel]:
+def registered(
+    module: nn.Module, wire_dtype: torch.dtype | None = None, **options: Any
+) -> DistributedDataParallel:
+    """A module in DistributedDataParallel, under weft's hook."""
+    model = DistributedDataParallel(module, **options)
+    ddp.register(model, wire_dtype=wire_dtype)
+    return model
+
+
+def both(options: dict[str, Any]) -> tuple[nn.Module, DistributedDataParallel]:
     """The same model twice: under weft's hook, and as it was."""
-    model = Model(**kinds)
-    ours = DistributedDataParallel(copy.deepcopy(model), **options)
-    ddp.register(ours)
-    return ours, plain_ddp(model, **options)
+    model = Model()
+    return registered(copy.deepcopy(model), **options), plain_ddp(model, **options)
 
 
 def plain_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -115,13 +122,8 @@ def trained(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def inside(group: Group, tmp_path: Path, **given: Any) -> None:
-            meeting = f"file://{tmp_path}/meeting"
-            dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
-            try:
-                with init(timeout=60):
-                    body(**given)
-            finally:
-                dist.destroy_process_group()
+            with in_default_group(group, tmp_path), init(timeout=60):
+                body(**given)
 
         *own, _ = inspect.signature(inside, follow_wrapped=False).parameters.values()
         own += inspect.signature(body).parameters.values()
@@ -189,8 +191,7 @@ def test_tables_may_be_unused() -> None:
 
 
 def unused(options: dict[str, Any]) -> None:
-    ours = DistributedDataParallel(Model(), **options)
-    ddp.register(ours)
+    ours = registered(Model(), **options)
     oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
     for step in range(5):
         tables = "table bag" if dist.get_rank() == step % 2 and step < 4 else "bag"
@@ -208,8 +209,7 @@ def unused(options: dict[str, Any]) -> None:
 
 @trained(2)
 def test_a_table_may_be_unused_under_no_sync() -> None:
-    ours = DistributedDataParallel(Model())
-    ddp.register(ours)
+    ours = registered(Model())
     oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
     for model in (ours, oracle):
         with model.no_sync():
@@ -232,8 +232,7 @@ def test_other_dtypes() -> None:
         (torch.float64, None),
         (torch.float32, narrow),
     ):
-        ours = DistributedDataParallel(Model().to(dtype))
-        ddp.register(ours, wire_dtype=wire_dtype)
+        ours = registered(Model().to(dtype), wire_dtype)
         plain = DistributedDataParallel(Model(sparse=False).to(dtype))  # gloo: no sparse halves
         for model in (ours, plain):
             # one line of words: larger integers are not exact in bfloat16
@@ -308,8 +307,7 @@ def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
     torch.manual_seed(0)
     model = Sum()
     synced = copy.deepcopy(model)
-    ours = DistributedDataParallel(model)
-    ddp.register(ours)
+    ours = registered(model)
     for wrapped in (ours, synced):
         wrapped(torch.tensor([1, 5, 2 + dist.get_rank()])).square().sum().backward()
     sync_grads(synced)
@@ -325,8 +323,7 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
         job = job_of(*args)
         return lambda: results.append(job()) or results[-1]
 
-    model = DistributedDataParallel(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
-    ddp.register(model)
+    model = registered(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "job_of", remember)
         for _ in range(2):
@@ -339,8 +336,7 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
 @trained(2)
 def test_a_registered_model_may_go_with_its_hooks() -> None:
     """Which C++ holds, where Python sees no cycle."""
-    model = DistributedDataParallel(nn.EmbeddingBag(9, 2, sparse=True))
-    ddp.register(model)
+    model = registered(nn.EmbeddingBag(9, 2, sparse=True))
     model(torch.tensor([[1, 2]])).sum().backward()
     gone = weakref.ref(model.module.weight)
     del model
@@ -493,8 +489,7 @@ def test_who_fails_is_named_by_all_others(how: str, size: int) -> None:
 def failing_in_its_second_step(how: str) -> None:
     with init(timeout=60):
         model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.BatchNorm1d(3))
-        wrapped = DistributedDataParallel(model)
-        ddp.register(wrapped)
+        wrapped = registered(model)
         wrapped(words(0)).sum().backward()
         output = wrapped(words(1)) if how == "killed in backward" else None
         if dist.get_rank() == 0 and how == "raised":
@@ -512,8 +507,7 @@ def refuse_a_future(_: object) -> None:
 @pytest.mark.parametrize("sparse", [True, False])
 @trained(2)
 def test_who_can_start_no_thread_for_a_bucket_is_named(sparse: bool) -> None:
-    wrapped = DistributedDataParallel(Model(sparse))
-    ddp.register(wrapped)
+    wrapped = registered(Model(sparse))
     outputs = wrapped(words(0))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
@@ -599,8 +593,7 @@ def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
 @trained(2)
 def test_complex_gradients_are_sent_as_they_are() -> None:
     module = nn.Linear(1, 2, bias=False, dtype=torch.complex64)
-    model = DistributedDataParallel(module)
-    ddp.register(model, wire_dtype=torch.bfloat16)
+    model = registered(module, torch.bfloat16)
     below = 2.0**-9  # one of bfloat16's last digits
     model(torch.tensor([1 + below + dist.get_rank() + 1j])).real.sum().backward()
     assert torch.equal(module.weight.grad, torch.full((2, 1), 1.5 + below - 1j))
@@ -830,8 +823,7 @@ def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(
 
     for use, text in OTHER_KINDS:
         options: dict[str, Any] = {"find_unused_parameters": finds_unused}
-        model = DistributedDataParallel(ByFunction(plain_use), **options)
-        ddp.register(model)
+        model = registered(ByFunction(plain_use), **options)
         for _ in range(2):
             with pytest.raises(WeftError, match=f"^rank {culprit}: {text}") as error:
                 step(model, use)
@@ -858,8 +850,7 @@ def test_what_watches_gradients_goes_with_the_model_though_its_state_is_kept() -
     del model
     gc.collect()
     table.sparse = False
-    model = DistributedDataParallel(inside)
-    ddp.register(model)
+    model = registered(inside)
     for _ in range(2):
         model.zero_grad()
         model(index).sum().backward()
@@ -872,8 +863,7 @@ def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> No
     """As a dense weight may."""
     inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     table = inside[0].weight
-    model = DistributedDataParallel(inside, find_unused_parameters=True)
-    ddp.register(model)
+    model = registered(inside, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
         is_frozen = step in (1, 2)
@@ -898,8 +888,7 @@ def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next(
 ) -> None:
     inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     table = inside[0].weight
-    model = DistributedDataParallel(inside, find_unused_parameters=True)
-    ddp.register(model)
+    model = registered(inside, find_unused_parameters=True)
     table.requires_grad_(False)
     index = torch.tensor([dist.get_rank()])
     with model.no_sync():
@@ -1017,8 +1006,7 @@ def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -
         raise WeftError("not now")
 
     for views in (False, True):
-        model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=views)
-        ddp.register(model)
+        model = registered(nn.Linear(3, 2), gradient_as_bucket_view=views)
         with as_device(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(of_models, "fast_all_reduce", refuse)
             with pytest.raises(WeftError, match="not now"):
@@ -1060,8 +1048,7 @@ def test_on_an_accelerator_who_fails_in_backward_is_named(sparse: bool) -> None:
 def failing_as_on_an_accelerator(sparse: bool) -> None:
     with as_device(), init(timeout=60):
         table = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)
-        wrapped = DistributedDataParallel(table)
-        ddp.register(wrapped)
+        wrapped = registered(table)
         for step in range(3):
             output = wrapped(words(step))
             if step == 2 and dist.get_rank() == 0:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from cases import in_default_group
 from weft.bootstrap.local import launch
 from weft.testing import spmd
 
@@ -98,13 +99,8 @@ def check_training(size: int, *, may_branch: bool) -> None:
 @pytest.mark.parametrize("may_branch", [False, True])
 @spmd(2, 3, on=("processes",))
 def test_a_rank_may_come_to_its_table_in_another_order(group, backend, may_branch, tmp_path):
-    meeting = f"file://{tmp_path}/meeting"
-    dist.init_process_group(backend, meeting, rank=group.rank, world_size=group.size)
-    try:
-        with weft.init(timeout=60):
-            check_training(group.size, may_branch=may_branch)
-    finally:
-        dist.destroy_process_group()
+    with in_default_group(group, tmp_path, backend), weft.init(timeout=60):
+        check_training(group.size, may_branch=may_branch)
 
 
 def losing_its_last_rank(where: str) -> None:

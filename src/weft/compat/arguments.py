@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
-
 import weft
-from weft.base.tensors import has_elements, lacking, shares_elements
 
 
 def group_of(group: Any = None) -> weft.Group:
@@ -34,14 +30,3 @@ def telling(group: weft.Group | None = None) -> Iterator[None]:
             raise caught
 
         weft.attempt(fail, group)
-
-
-def unwritable(tensor: Tensor) -> str | None:
-    """Why nothing can be written to a tensor of the caller's; None if it can."""
-    if not has_elements(tensor):
-        return f"{lacking(tensor)}: pass a strided tensor with data"
-    if shares_elements(tensor):
-        return "one whose elements share memory: pass one that can be written"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "of inference mode: pass one that can be written, or a clone of it"
-    return None

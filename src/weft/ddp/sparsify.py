@@ -171,7 +171,6 @@ class Sparsifier:
         group: Group,
         tensors: Mapping[str, Tensor],
         owners: Mapping[str, Owner],
-        algorithm: str,
         *,
         error: str | None = None,
         description: str | None = None,
@@ -186,7 +185,6 @@ class Sparsifier:
             group: of the ranks that take part.
             tensors: by name; 1-D, contiguous, of one dtype, on one device.
             owners: what the residual of each belongs to.
-            algorithm: of `weft.sparse_all_reduce`.
             error: what is wrong with this rank's call, or None; raised on every rank.
             description: of tensors, which ranks compare; None: that of these tensors.
             may_be_unused: whether a rank sends nothing of a tensor of zeros, of which the caller
@@ -214,7 +212,7 @@ class Sparsifier:
         except Exception as trouble:  # raised here, it would leave the other ranks waiting
             error = in_words(trouble)
         # takes place even if no tensor is sparsified: it compares the ranks
-        request = Request.of(rows, "avg", algorithm, self.wire_dtype)
+        request = Request.of(rows, "avg", "auto", self.wire_dtype)
         request.error = error or request.error
         request.fields = {"tensors": description or described(tensors)} | request.fields
         means: Rows = job_of_one(group, request).run()

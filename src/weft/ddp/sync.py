@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.arguments import is_a
 from ..base.errors import entry
-from ..base.tensors import flattened, plain, shares_elements
+from ..base.tensors import flattened, plain, unwritable
 from ..call.attempt import confess, preparing
 from ..comm.named import local
 from ..comm.staging import unsendable
@@ -85,9 +85,7 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
             confess(group, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
-            record = state.sparsifier.reduce(
-                group, flat, names, state.algorithm, description=description
-            )
+            record = state.sparsifier.reduce(group, flat, names, description=description)
             if record is not None:
                 state.calls.append(record)
             for name, tensor in given.items():
@@ -119,10 +117,8 @@ def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
             return {}, error
         if not (here.is_floating_point() or here.is_complex()) or here.itemsize < 2:
             return {}, f"tensor {name!r} is {here.dtype}: pass numbers of 16 bits at least, no ints"
-        if here.is_inference() and not torch.is_inference_mode_enabled():
-            return {}, f"tensor {name!r} is of inference mode: pass a clone() of it"
-        if shares_elements(here):
-            return {}, f"tensor {name!r} has elements that share memory: pass a clone() of it"
+        if reason := unwritable(here):
+            return {}, f"tensor {name!r} is {reason}"
         if str(name) in named:
             return {}, f"two keys of tensors are {str(name)!r} as text: pass names that differ"
         named[str(name)] = here

@@ -57,7 +57,6 @@ class TopK(State):
         min_numel: int = 8192,
         wire_dtype: torch.dtype | None = None,
         group: Group | dist.ProcessGroup | None = None,
-        algorithm: str = "auto",
     ) -> None:
         """All but `group` must be the same on every rank; weft compares it.
 
@@ -73,9 +72,8 @@ class TopK(State):
                 residual keeps the rounding error of what this rank sends, but not that of the mean,
                 which is rounded, too.
             group: the model's process group, or a Group; None: torch.distributed's default group.
-            algorithm: of `weft.sparse_all_reduce`.
         """
-        super().__init__(group, algorithm, wire_dtype)
+        super().__init__(group, wire_dtype=wire_dtype)
         self.sparsifier = Sparsifier(density, error_feedback, min_numel, wire_dtype)
 
     def state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -144,9 +142,7 @@ class TopK(State):
                 )
             # DistributedDataParallel learns which parameters no rank used, and throws the means of
             # these away, when all buckets have come; in the buckets they are zeros
-            record = self.sparsifier.reduce(
-                group, parts, owners, self.algorithm, error=error, may_be_unused=True
-            )
+            record = self.sparsifier.reduce(group, parts, owners, error=error, may_be_unused=True)
             if record is not None:
                 self.calls.append(record)
 

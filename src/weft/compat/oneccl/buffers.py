@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from weft import WeftError
-from weft.base.tensors import has_elements, lacking, overlapping
-
-from ..arguments import unwritable
+from weft.base.tensors import has_elements, lacking, overlapping, unwritable
 
 
 def seen(buffer: Any, count: int | None, dtype: torch.dtype, name: str) -> Tensor:
