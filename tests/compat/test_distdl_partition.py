@@ -128,5 +128,6 @@ def test_the_first_partition_starts_weft():
 
 
 def test_zero_volume_tensors():
+    assert zero_volume_tensor().shape == (0,)
     made = zero_volume_tensor(2, dtype=torch.float64, requires_grad=True)
     assert (made.shape, made.dtype, made.requires_grad) == ((2, 0), torch.float64, True)

@@ -7,6 +7,8 @@ What is held elsewhere:
 | Assumptions: not in place, a clone where nothing moves | test_distdl_defects.py: as it came |
 | Assumptions: a single dimension (here also several) | test_distdl_defects.py: several axes |
 | Examples: the example, word for word | test_distdl_example.py |
+| Examples: who is a worker; `np.arange`, a list | test_distdl_partition.py: attributes |
+| Examples: a zero-volume tensor | test_distdl_partition.py |
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import inspect
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -44,20 +45,6 @@ def test_the_names():
     assert (first.name, second.name) == ("P_x", "axes_all_gather")
     assert first.default is inspect.Parameter.empty
     assert issubclass(AllGather, torch.nn.Module) and callable(AllGather.forward)
-
-
-def test_a_zero_volume_tensor_has_no_elements():
-    assert zero_volume_tensor().numel() == 0 and zero_volume_tensor().shape == (0,)
-
-
-@spmd(6, on=("threads",))
-def test_workers_of_a_partition(group):
-    """Examples: `np.arange` names workers, a list the extents; a worker is active or not."""
-    P_world = MPIPartition()
-    P_x_base = P_world.create_partition_inclusive(np.arange(1, 5))
-    P_x = P_x_base.create_cartesian_topology_partition([2, 2])
-    assert P_world.active
-    assert P_x_base.active == P_x.active == (1 <= group.rank < 5)
 
 
 @spmd(6)
@@ -135,22 +122,3 @@ def test_the_adjoint_is_the_reduce_scatter(group):
     column = 2 * (group.rank % 3)
     total = sum(draw(10 + rank, 2, 6) for rank in row)
     torch.testing.assert_close(x.grad, total[:, column : column + 2])
-
-
-@spmd(4, on=("threads",))
-def test_it_is_an_adjoint(group):
-    """<F x, dy> = <x, F* dy>, over all workers."""
-    P_x = grid(2, 2)
-    x, dy = draw(group.rank, 3, 2).requires_grad_(), draw(10 + group.rank, 3, 4)
-    y = AllGather(P_x, (1,))(x)
-    y.backward(dy)
-    both = torch.stack([(y.detach() * dy).sum(), (x.detach() * x.grad).sum()])
-    left, right = distdl.nn.AllSumReduce(MPIPartition(), (0,))(both)
-    assert left.item() == pytest.approx(right.item())
-
-
-@spmd(2, on=("threads",))
-def test_nothing_else_is_needed(group):
-    """Implementation: the dimensions are all that a user says; there is no second partition."""
-    x = draw(group.rank, 1)
-    assert torch.equal(AllGather(grid(2), 0)(x), torch.cat([draw(0, 1), draw(1, 1)]))

@@ -137,8 +137,8 @@ def test_deps_are_waited_for(group):
     attr = event.create_sparse_allreduce_attr(completion_fn=write)
     before = event.sparse_allreduce(*sent(rows), "sum", other, attr=attr)
     given = sent(weft.Rows(rows.indices, values))
-    made = event.sparse_allreduce(*given, "sum", group, attr=kept.attr(), deps=[before])
-    assert not made.test()
+    made = event.sparse_allreduce(*given, "sum", group, None, kept.attr(), [before, before])
+    assert not made.test() and not before.test()
     with pytest.raises(weft.StillRunning):
         made.wait(timeout=0.01)
     gate.set()
@@ -146,18 +146,3 @@ def test_deps_are_waited_for(group):
     assert made.test()
     assert kept.result() == flat(expected(parts(group.size)))
     other.close()
-
-
-@spmd(2, on=("threads",))
-def test_a_stream_is_brought_to_its_end(group):
-    """Before the buffers are read, which its work writes."""
-
-    class Stream:
-        def synchronize(self):
-            values.copy_(rows.values)
-
-    kept, rows = Kept(), part(group.rank)
-    values = torch.full_like(rows.values, float("nan"))
-    given = sent(weft.Rows(rows.indices, values))
-    event.sparse_allreduce(*given, "sum", group, Stream(), kept.attr()).wait()
-    assert kept.result() == flat(expected(parts(group.size)))

@@ -186,14 +186,6 @@ WRONG = {
         {"recv_ind_buf": ONE.view(torch.int64), "recv_val_buf": ONE.view(torch.float32)},
         "the buffers for results are in the same memory",
     ),
-    "a count among the indices": (
-        {"recv_ind_buf": ONE.view(torch.int64), "recv_ind_count": ONE.view(torch.int64)[7]},
-        "the buffers for results are in the same memory",
-    ),
-    "a count among the values": (
-        {"recv_val_buf": ONE.view(torch.float32), "recv_val_count": ONE.view(torch.int64)[7]},
-        "the buffers for results are in the same memory",
-    ),
     "a count of the other's among the values": (
         {"recv_val_buf": ONE.view(torch.float32), "recv_ind_count": ONE.view(torch.int64)[7]},
         "the buffers for results are in the same memory",
@@ -225,6 +217,7 @@ WRONG = {
     "float indices": ({"index_dtype": "float"}, "index_dtype is torch.float32: pass indices"),
     "of uint64": ({"index_dtype": "uint64"}, "index_dtype is torch.uint64: pass indices of an"),
     "value_dtype": ({"value_dtype": torch.float64}, "send_val_buf holds torch.float32, the call"),
+    "another index": ({"index_dtype": torch.int32}, "send_ind_buf holds torch.int64, the call"),
     "a recv's dtype": (
         {"recv_val_buf": torch.empty(60, dtype=torch.float64)},
         "recv_val_buf holds torch.float64, the call says torch.float32",
