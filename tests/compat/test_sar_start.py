@@ -128,7 +128,7 @@ def test_a_port_at_which_this_process_had_a_store_before(tmp_path, port, monkeyp
     """The system may choose the same for another one."""
     at_any_port = places.listener_at
     monkeypatch.setattr(places, "listener_at", lambda address, _: at_any_port(address, port))
-    places.host()  # and it is gone
+    places.host(places.free_address())  # and it is gone
     ip = sar.nfs_ip_init(0, str(tmp_path / "ip_file"))
     sar.initialize_comms(0, 1, ip, "gloo")
     assert sar.comm._ports[ip] == port

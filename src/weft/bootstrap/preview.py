@@ -10,7 +10,6 @@ from ..base.errors import WeftError
 from ..rendezvous import launchers, places
 from ..rendezvous.address import interface_of, own_address
 from ..wire.tcp.shm import Segment
-from . import backends
 
 _BY = {"alone": "no launcher", "environment": "a program that sets RANK and WORLD_SIZE"}
 
@@ -26,8 +25,6 @@ class Preview:
         address: where the other ranks would reach this one.
         interface: the network interface with that address; empty if there is none.
         shared: bytes of memory that a rank can share with others of its host; 0: none.
-        backends: for each backend that `init` knows, what torch.distributed calls it, or why it is
-            not available.
         errors: what is wrong with the "launch" or the "interface".
     """
 
@@ -37,7 +34,6 @@ class Preview:
     address: str = ""
     interface: str = ""
     shared: int = 0
-    backends: dict[str, str | WeftError] = field(default_factory=dict)
     errors: dict[str, WeftError | OSError] = field(default_factory=dict)
 
 
@@ -45,15 +41,10 @@ def look_ahead(rendezvous: str | None = None) -> Preview:
     """What `weft.init(rendezvous=rendezvous)` would find here; raises nothing.
 
     Example:
-        >>> look_ahead().backends["gloo"]
-        'gloo'
+        >>> look_ahead().launcher
+        'no launcher, rank 0 of 1'
     """
     found = Preview()
-    for name in backends.SPECS:
-        try:
-            found.backends[name] = backends.spec(name)
-        except WeftError as error:
-            found.backends[name] = error
     if (segment := Segment.make()) is not None:
         found.shared = segment.nbytes
         segment.close()

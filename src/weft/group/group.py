@@ -115,11 +115,6 @@ class Group:
         return self.session.timeout
 
     @property
-    def name(self) -> str:
-        """The name of the session, the same on all its ranks; "" if nobody gave it one."""
-        return self.session.name
-
-    @property
     def global_ranks(self) -> tuple[int, ...]:
         """Its ranks, by their numbers in the job."""
         everyone = self.session.global_ranks
@@ -136,22 +131,9 @@ class Group:
         return tuple(everyone[rank] for rank in self._ranks)
 
     @property
-    def machine(self) -> str:
-        """An opaque name of this rank's machine, whose cores it shares with ranks of equal names.
-
-        Several hosts may be one machine: containers between which there is a network.
-        """
-        return self.session.machine
-
-    @property
     def peers(self) -> list[int]:
         """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
         return [*range(self.rank + 1, self.size), *range(self.rank)]
-
-    @property
-    def device(self) -> torch.device:
-        """Whose tensors it carries."""
-        return self.wire.device
 
     @property
     def route(self) -> str:
@@ -226,10 +208,8 @@ class Group:
             WeftError: `features.reduces` has it not; the same on every rank.
         """
         if (op, tensor.dtype) not in self.features.reduces:
-            able = sorted(f"{each} of {dtype}" for each, dtype in self.features.reduces)
             raise WeftError(
-                f"{self.route} reduces no {op} of {tensor.dtype} by itself among these ranks (what "
-                f"it reduces: {', '.join(able) or 'nothing'}): call "
+                f"{self.route} reduces no {op} of {tensor.dtype} by itself among these ranks: call "
                 "weft.schedules.fast_all_reduce, which reduces in posts where the wire does not"
             )
         wire = self.wire

@@ -37,7 +37,6 @@ from ..failure.detector import Detector, Progress, Wait
 from ..failure.verdict import Entered, Verdict, in_the_job, on_leaver, who_answers
 from ..records.calls import call_elsewhere
 from ..records.traffic import Traffic
-from ..rendezvous.machine import host_name
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
 from ..wire.of_devices import Refusing, refusal, wire_of_device
@@ -52,16 +51,12 @@ Join = Callable[[tuple[int, ...], str, "Session"], "Session"]
 _log = logging.getLogger("weft")
 
 
-class Received(Protocol):
-    """What a wire has received, into memory of its own."""
-
-    def release(self) -> None: ...
-
-
 class OfWire(Protocol[T]):
     """What a wire has under way: messages that it has posted, or a meeting."""
 
     def wait(self) -> list[T]: ...
+
+    def release(self) -> None: ...
 
 
 class Waited(Wait, Protocol[T]):
@@ -86,7 +81,6 @@ class Session:
         size: how many ranks there are.
         timeout: seconds that any one wait may last; `set_timeout` changes it.
         hosts: for each rank the name of its host, see `Group.hosts`.
-        machine: the name of this rank's machine, see `Group.machine`.
         name: the same on all ranks; "" if nobody gave it one.
         global_ranks: the ranks, by their numbers in the job.
         process_group: returns the process group of torch's that the session stands for, or None.
@@ -113,7 +107,6 @@ class Session:
         memory: Pool,
         join: Join,
         global_ranks: Sequence[int],
-        machine: str | None = None,
     ) -> None:
         """
         Args:
@@ -125,13 +118,11 @@ class Session:
             join: joins some of the ranks, of which this one is one, given these, a name, and the
                 session that they are in.
             global_ranks: the ranks, by their numbers in the job.
-            machine: the name of this rank's machine; None: of that which it runs on.
         """
         self.rank = wire.rank
         self.size = wire.size
         self.timeout = timeout
         self.hosts = tuple(hosts)
-        self.machine = machine or host_name()
         self.name = ""
         self.global_ranks = tuple(global_ranks)
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
@@ -245,7 +236,7 @@ class Session:
             detector.end()
             self.traffic.waited += time.monotonic() - began
 
-    def release(self, received: Received) -> None:
+    def release(self, received: OfWire[Any]) -> None:
         """Give back what a wire had received.
 
         Raises:

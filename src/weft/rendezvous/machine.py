@@ -12,7 +12,7 @@ import os
 import socket
 from pathlib import Path
 
-_DIGEST = 16  # bytes in which a name travels
+_DIGEST = 16  # bytes of such a name
 
 
 @functools.cache
@@ -25,17 +25,9 @@ def machine_and_network() -> tuple[str, int]:
         return socket.gethostname(), 0
 
 
-def host_name() -> str:
-    """The name of this machine, the same in all its containers and network namespaces."""
-    return machine_and_network()[0]
-
-
-def digest_of(machine: str) -> bytes:
-    """16 bytes that name this process's host (WEFT_HOST, or machine and network)."""
-    name = os.environ.get("WEFT_HOST") or f"{machine} {machine_and_network()[1]}"
-    return hashlib.blake2b(os.fsencode(name), digest_size=_DIGEST).digest()
-
-
 def own_host() -> str:
-    """The name of this process's host, of which ranks share memory."""
-    return digest_of(host_name()).hex()
+    """The name of this process's host (WEFT_HOST, or machine and network), of which ranks share
+    memory; a digest."""
+    machine, network = machine_and_network()
+    name = os.environ.get("WEFT_HOST") or f"{machine} {network}"
+    return hashlib.blake2b(os.fsencode(name), digest_size=_DIGEST).hexdigest()

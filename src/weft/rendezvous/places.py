@@ -82,18 +82,17 @@ class Rendezvous:
 # Stores.
 
 
-def host(address: str = "") -> tuple[dist.TCPStore, int]:
+def host(address: str) -> tuple[dist.TCPStore, int]:
     """Start a store that listens on one address of this machine; the store and its port.
 
     It ends when the last reference to it goes.
 
     Args:
-        address: where it listens; empty: where other machines are likely to find this one.
+        address: where it listens.
 
     Raises:
         OSError: the address is not this machine's.
     """
-    address = address or free_address()
     sock = listener_at(address, 0)
     # port 0: else torch takes a store of this process that has the same port at another address;
     # then nobody would accept what connects to this one, and its constructor would wait for ever

@@ -1,7 +1,7 @@
 """Which ranks share a host: for schedules that keep messages off the network.
 
 Ranks tell each other the names of their hosts when they join, so all of them see the same.
-`wire.machine` says what a host is called.
+`rendezvous.machine` says what a host is called.
 """
 
 from __future__ import annotations

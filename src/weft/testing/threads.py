@@ -51,26 +51,17 @@ def group(
     """
     if error := wrong_timeout(timeout):
         raise WeftError(error)
-    names = names_of_hosts(hosts or ["threads"] * size, size)
+    if size < 1:
+        raise WeftError(f"a group has at least one rank, not {size}")
+    names = hosts or ["threads"] * size
+    if len(names) != size:
+        raise WeftError(f"{len(names)} hosts for {size} ranks: give one for each")
     crew = Crew(thread_wires(size), names, timeout, _more_wires)
     return [Group(each) for each in crew.sessions()]
 
 
 def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:
     return list(thread_wires(len(ranks)))
-
-
-def names_of_hosts(hosts: Sequence[str], size: int) -> list[str]:
-    """The name of each rank's host.
-
-    Raises:
-        WeftError: there is not one for each, or there are no ranks.
-    """
-    if size < 1:
-        raise WeftError(f"a group has at least one rank, not {size}")
-    if len(hosts) != size:
-        raise WeftError(f"{len(hosts)} hosts for {size} ranks: give one for each")
-    return list(hosts)
 
 
 class Crew:
@@ -116,7 +107,6 @@ class Crew:
                 detector=self._detector(wire, links[rank], slow) if len(links) > 1 else None,
                 memory=self._memory(),
                 join=functools.partial(self._join, rank),
-                machine=self._hosts[rank],
                 global_ranks=self._global_ranks,
             )
             for rank, wire in enumerate(self._wires)
