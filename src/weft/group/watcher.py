@@ -34,14 +34,12 @@ class Breakable(Protocol):
 
     timeout: float
 
-    def diagnose(
-        self, where: str, ranks: Sequence[int] | None = None, call: Entered | None = None
-    ) -> WireError | None:
+    def diagnose(self, where: str, ranks: Sequence[int], call: Entered | None) -> WireError | None:
         """Break it if a peer is to blame; the error, or None.
 
         Args:
-            where: what is late.
-            ranks: of a round that is late, without this one; None: it is no round.
+            where: the round that is late.
+            ranks: of it, without this one.
             call: in which that is, or None.
         """
 
@@ -50,25 +48,18 @@ class Breakable(Protocol):
 
 
 class Watched(Protocol):
-    """Something that a device has yet to do."""
+    """A round that a device has yet to do."""
 
     def done(self) -> bool:
         """Whether it is through, or has failed. Any thread; never blocks."""
 
 
 class _Item(NamedTuple):
-    """Something that is watched.
-
-    Attributes:
-        pending: what it is.
-        then: called when it is through.
-        ranks, call: of a round, as for `Breakable.diagnose`.
-    """
+    """A round that is watched: see `Watcher.watch_round`."""
 
     pending: Watched
-    then: Callable[[], object]
-    ranks: Sequence[int] | None = None
-    call: Entered | None = None
+    ranks: Sequence[int]
+    call: Entered | None
 
 
 class Watcher:
@@ -94,10 +85,6 @@ class Watcher:
         # the thread ends with this object, too
         weakref.finalize(self, self._queue.put, None).atexit = False
 
-    def watch(self, pending: Watched, then: Callable[[], object] = lambda: None) -> None:
-        """Watch something, behind what was given before; call `then` when it is through."""
-        self._put(_Item(pending, then))
-
     def watch_round(self, pending: Watched, ranks: Sequence[int], call: Entered | None) -> None:
         """Watch a round, behind what was given before.
 
@@ -106,9 +93,6 @@ class Watcher:
             ranks: the others of it.
             call: that this rank has come to, and makes the round in; None: there is none.
         """
-        self._put(_Item(pending, lambda: None, ranks, call))
-
-    def _put(self, item: _Item) -> None:
         with self._starting:
             if self._thread is None:
                 thread = threading.Thread(
@@ -123,7 +107,7 @@ class Watcher:
                 except BaseException:
                     self._thread = None
                     raise
-        self._queue.put(item)
+        self._queue.put(_Item(pending, ranks, call))
 
     def end(self) -> None:
         """End the thread, once all is through."""
@@ -149,15 +133,14 @@ def _watch(
     # ended by `end`, or by the end of the watcher, which both put None
     while (item := queued.get()) is not None:
         try:
-            if _is_through_in_time(item, session, name):
-                item.then()
+            _wait_for(item, session, name)
         except Exception as error:  # what comes next is watched, too
             _log.error("%s could not be watched: %s", name, repr(error))
         del item  # what it holds is not this idle thread's
 
 
-def _is_through_in_time(item: _Item, session: Callable[[], Breakable | None], name: str) -> bool:
-    """Wait until something is through; at the deadline break the session, and return False.
+def _wait_for(item: _Item, session: Callable[[], Breakable | None], name: str) -> None:
+    """Wait until something is through; at the deadline break the session.
 
     The time counts from when this thread begins to look, behind what was watched before. Where a
     wire has failed, all that is pending on it is done, and the wait ends with that.
@@ -167,12 +150,11 @@ def _is_through_in_time(item: _Item, session: Callable[[], Breakable | None], na
     while not item.pending.done():
         alive = session()
         if alive is None:
-            return False  # nobody uses what comes
+            return  # nobody uses what comes
         if time.monotonic() - began > alive.timeout:
             if alive.diagnose(name, item.ranks, item.call) is None:
                 alive.give_up(f"{name} was not through after {alive.timeout:g} s")
-            return False
+            return
         del alive  # this thread does not keep it during the pause
         time.sleep(pause)
         pause = min(2 * pause, longest)
-    return True
