@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ..base import watch
-from ..base.errors import WeftError, WireError, names
+from ..base.errors import WireError, names
 from ..base.latch import Latch, wait_for
 from ..base.pace import patient
 from . import last_error
@@ -44,9 +44,6 @@ from .verdict import (
     leaver_to_blame,
     on_leaver,
 )
-
-EXCHANGED = 1 << 14
-"""Bytes that may be exchanged at once."""
 
 ANSWER = 0.7
 """Seconds in which ranks must say where they are, on an idle machine."""
@@ -246,23 +243,16 @@ class Detector:
                 _log.error("%s", verdict.error(self.rank))
         return verdict
 
-    def exchange(self, data: bytes, until: float | None = None) -> list[bytes]:
-        """Send bytes to all ranks; every rank's bytes, in rank order. Collective.
+    def exchange(self, data: bytes, until: float) -> list[bytes]:
+        """Send a few bytes to all ranks; every rank's bytes, in rank order. Collective.
 
         Args:
             data: to send.
-            until: when all must have come, by `time.monotonic`; None: once a wait has lasted as
-                long as it may.
+            until: when all must have come, by `time.monotonic`.
 
         Raises:
-            WeftError: these are more than `EXCHANGED` bytes.
             WireError: a rank died, or left, or did not come in time.
         """
-        if len(data) > EXCHANGED:
-            raise WeftError(
-                f"rank {self.rank}: {len(data)} bytes are too many to exchange over control links, "
-                f"which take {EXCHANGED}"
-            )
         self._exchanges += 1
         number = self._exchanges
         peers = self.links.peers()
@@ -275,8 +265,7 @@ class Detector:
             late = missing()
             return not late or not self.leavers.keys().isdisjoint(late)
 
-        seconds = self.timeout if until is None else max(0.0, until - time.monotonic())
-        if not self._hear(is_known, seconds):
+        if not self._hear(is_known, until - time.monotonic()):
             self.blame()  # in this second those may still come that are alive, and soon see the end
         if late := missing():
             raise self._not_exchanged(late)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from .verdict import Entered, Place
@@ -53,19 +53,10 @@ def values_of(place: Place) -> list[object]:
 
 def place_of(values: list[Any]) -> Place:
     """The place of `values_of`."""
-    calls, doing, awaits, seconds, raised, at, awaited, entered, opens, history, *rest = values
-    in_round, elsewhere = rest
-    return Place(
-        calls,
-        doing,
-        awaits,
-        seconds,
-        raised,
-        at,
-        awaited=tuple(awaited),
-        entered=None if entered is None else Entered(*entered),
-        opens=opens,
-        history=tuple(Entered(*each) for each in history),
-        in_round=in_round,
-        elsewhere=elsewhere,
+    place = Place(*values)
+    return replace(
+        place,
+        awaited=tuple(place.awaited),
+        entered=place.entered and Entered(*place.entered),
+        history=tuple(Entered(*each) for each in place.history),
     )

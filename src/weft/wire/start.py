@@ -26,7 +26,7 @@ class Start:
         size: how many ranks there are.
         timeout: seconds after which the group gives up a wait; also for what the start waits for.
         host: the name of this rank's host; ranks with equal names share a machine and its network.
-        exchange: `exchange(data)` sends up to 16 KiB to all ranks, and returns every rank's, in
+        exchange: `exchange(data)` sends some KiB to all ranks, and returns every rank's, in
             rank order. All ranks call it equally often. It raises WireError if one died, or left.
         memory: where to lease memory for what is received by size.
         check: `check()` raises if another rank died, or has left. What waits for other ranks in
