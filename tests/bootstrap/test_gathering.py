@@ -165,7 +165,7 @@ def test_rank_0_is_named_where_it_dies_and_hosts_the_store(
     programs: Programs, where: str, port: int, tmp_path: Path
 ) -> None:
     *others, _ = Job(programs, tmp_path / "ranks", where, "dies", "", port, victim=0).said()
-    named = "has rank 0, which hosts it, ended|rank 0 (came, and then|did not|cannot|died)"
+    named = "is rank 0, which hosts it, gone|rank 0 (came, and then|did not|cannot|died)"
     for text in others:
         assert re.match(rf"[\d.]+ 0 .*({named})", text), text
 
@@ -181,7 +181,7 @@ def test_rank_0_is_named_where_it_stops_and_hosts_the_store(
             ("made", "stops", f"tcp://[::1]:{port}"),
         ]
     ]
-    silent = r"[\d.]+ 0 .*does not answer: is rank 0, which hosts it, stopped"
+    silent = r"[\d.]+ 0 .*does not answer.: is rank 0, which hosts it, gone or stopped"
     late = r"[\d.]+ 0 rank 0: .*(this rank|rank 0) came \d+ s too late .*: was it"
     for job in jobs:
         *others, itself = job.said()
@@ -233,7 +233,7 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
     with pytest.raises(SilentStoreError):  # at once, by the same object
         silent.get("key")
     # whose rank 0 need not host it
-    with pytest.raises(WireError, match="is the process that hosts it stopped") as caught:
+    with pytest.raises(WireError, match="is the process that hosts it gone or stopped") as caught:
         connect(store, 0, 2, 0.2)
     assert caught.value.culprit is None
 

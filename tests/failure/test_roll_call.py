@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from weft.base._torch import NoDevice
 from weft.failure import control
 from weft.rendezvous import store as store_module
 
-roll_call = functools.partial(control.RollCall, step="join the control links")
+roll_call = functools.partial(control.RollCall, step="join the control links", patience=5.0)
 
 
 @pytest.fixture
@@ -30,24 +29,29 @@ def short_of_pauses(monkeypatch):
     monkeypatch.setattr(store_module, "pauses", some)
 
 
+def fails():
+    """A step that a rank is too late for."""
+    raise RuntimeError("connection closed by peer")
+
+
 def test_nobody_waits_for_an_answer_of_who_knows_already_what_came_of_it(short_of_pauses):
     """A store that is hosted there would end meanwhile, and its error be all that others have."""
     store = dist.HashStore()
     first, second = [roll_call(store, rank, 3) for rank in range(2)]
     store.set("read 2", "")  # by one that has not answered
     with ThreadPoolExecutor(1) as pool:
-        concluded = pool.submit(first.explain, NoDevice("there is no such device"))
+        concluded = pool.submit(first.hold, fails, time.monotonic() - 6.0)
         store.wait(["outcome"])
         heard = second.explain(RuntimeError("connection closed by peer"))
-        told = concluded.result()
-    text = "rank 0 did not join the control links (there is no such device)"
+        told = concluded.exception()
+    text = "rank 0 came 6 s too late to join the control links: was it stopped?"
     assert (str(heard), heard.culprit) == (str(told), told.culprit) == (text, 0)
     assert store.check(["here 0", "here 1"]) and not store.check(["here 2"])
     # who hears of it before anybody calls the roll, and who says that all are joined
     told = dist.PrefixStore("told", store)
     told.set("read 1", "")
     with pytest.raises(control.NotJoinedError):
-        raise roll_call(told, 0, 2).explain(NoDevice("there is no such device"))
+        roll_call(told, 0, 2).hold(fails, time.monotonic() - 6.0)
     with pytest.raises(control.NotJoinedError):
         roll_call(told, 1, 2).check()
     assert told.check(["here 1"])

@@ -112,10 +112,7 @@ def lost(
     if isinstance(failed, NotJoinedError | AbsentError):
         culprit = failed.culprit if isinstance(failed, NotJoinedError) else failed.ranks[0]
         why = f"{said}; all {launch.size} ranks had come to {place.where}"
-    elif isinstance(failed, SilentStoreError):
-        culprit = host_rank
-        why = f"{said}: is {host}, which hosts it, stopped or cut off?"
-    elif late > HELD_UP:
+    elif late > HELD_UP and not isinstance(failed, SilentStoreError):
         culprit = launch.rank
         why = (
             f"this rank came {late:.0f} s too late itself, and the others have gone on without it: "
@@ -126,7 +123,7 @@ def lost(
         why = f"{who} came to {place.where}, and then the store failed there ({said})"
         if not isinstance(place, File):
             culprit = host_rank
-            why += f": has {host}, which hosts it, ended, or was this rank stopped meanwhile?"
+            why += f": is {host}, which hosts it, gone or stopped, or was this rank stopped?"
     return WireError(f"rank {launch.rank}: {why}", rank=launch.rank, culprit=culprit)
 
 

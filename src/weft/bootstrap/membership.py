@@ -265,19 +265,11 @@ def _fitting(members: Sequence[Member]) -> str:
     # a member with an unknown machine counts as on the machine of others with its host name
     machines = {m.host: m.machine for m in members if m.machine}
     if lost and len({m.machine or machines.get(m.host, m.host) for m in members}) > 1:
-        blind = [m.rank for m in members if not m.machine]
-        hosts = f"({', '.join(dict.fromkeys(m.host for m in members))})"
-        apart, remedy = f"the ranks are on several hosts {hosts}", ""
-        if blind and len({m.machine for m in members if m.machine}) < 2:
-            apart = (
-                f"since /proc is hidden from {names(blind)} it is not known whether all ranks are "
-                f"on one host {hosts}"
-            )
-            remedy = "mount /proc there if they are; if not, "
+        hosts = ", ".join(dict.fromkeys(m.host for m in members))
         return (
             f"{names([m.rank for m in lost])} would listen at {lost[0].address}, where other "
-            f"hosts cannot reach it, and {apart}: {remedy}name the network interface in "
-            "WEFT_INTERFACE, and let MASTER_ADDR be no loopback"
+            f"hosts cannot reach it, and the ranks are on several hosts ({hosts}): name the "
+            "network interface in WEFT_INTERFACE, and let MASTER_ADDR be no loopback"
         )
     at: dict[str, Member] = {}
     for each in filter(lambda m: m.address and m.machine, members):

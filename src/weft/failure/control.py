@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..base._torch import NoDevice
 from ..base.errors import AbsentError, WeftError, WireError, in_short, names
 from ..base.pace import patient
 from ..rendezvous.address import own_address
@@ -191,7 +190,7 @@ class RollCall:
         size: int,
         *,
         step: str,
-        patience: float | None = None,
+        patience: float,
         busy_until: float = -math.inf,
     ) -> None:
         """Call it in a part of the store that no other roll call uses.
@@ -200,7 +199,7 @@ class RollCall:
             store: that all ranks share.
             rank, size: this rank, and how many there are.
             step: what the ranks are doing, for errors.
-            patience: seconds in which the others answer; None: `PATIENCE`.
+            patience: seconds in which the others answer.
             busy_until: when the others are through with the step at the latest, by
                 `time.monotonic`, if they cannot answer before.
         """
@@ -208,7 +207,7 @@ class RollCall:
         self._rank = rank
         self._size = size
         self._step = step
-        self._patience = PATIENCE if patience is None else patience
+        self._patience = patience
         self._busy_until = busy_until
         self._came_in_time = False  # to where all are to be
 
@@ -276,15 +275,8 @@ class RollCall:
 
     def explain(self, error: Exception) -> NotJoinedError | None:
         """What to raise where gloo has failed here, or others are not connected; None: they are."""
-        text = in_short(str(error))
-        is_own = isinstance(error, NoDevice) or (
-            isinstance(error, OSError) and not isinstance(error, TimeoutError)
-        )
-        if is_own:
-            what = f"rank {self._rank} did not {self._step} ({text})"
-            return self._conclude(_Outcome(what, self._rank))
         if not self._has("connected", self._rank):  # else this rank only waited for the others
-            self._store.set(f"failed {self._rank}", text)
+            self._store.set(f"failed {self._rank}", in_short(str(error)))
         began = time.monotonic()
         missing = self._call_the_roll()
         if missing:

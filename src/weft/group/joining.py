@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ..base import watch
-from ..base.arguments import LONGEST, in_words, wrong_timeout
+from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
@@ -69,8 +69,7 @@ def connect(
         global_ranks: the ranks, by their numbers in the job; None: these are the same.
 
     Raises:
-        WeftError: the rank is none of them, or the timeout no number of seconds; or, on every rank:
-            some rank may not open as many files as its connections are, or cannot listen.
+        WeftError: some rank may not open as many files as its connections are, or cannot listen.
         WireError: somebody did not come in time, or died, or cannot have its end of the wire.
 
     Example:
@@ -79,16 +78,11 @@ def connect(
         (0, 1)
         >>> group.close()
     """
-    if not 0 <= rank < size:
-        raise WeftError(f"rank {rank} is none of {size} ranks")
-    if error := wrong_timeout(timeout):
-        raise WeftError(f"rank {rank}: {error}")
-    timeout = min(timeout, LONGEST)
     joining = _Joining(
         store=store,
         rank=rank,
         ranks=range(size) if global_ranks is None else global_ranks,
-        timeout=timeout,
+        timeout=min(timeout, LONGEST),
         name=name,
         process_group=process_group,
         where=where,
@@ -248,13 +242,9 @@ class _Joining:
         elif self.process_group is not None and self.process_group is dist.group.WORLD:
             # in other groups rank 0 may be another one than the program's
             host, culprit = "rank 0, which hosts it,", 0
-        if isinstance(error, SilentStoreError):
-            return f"{error}: is {host} stopped or cut off?", culprit
         said = str(error).splitlines()[0]
-        return (
-            f"the store failed ({said}): has {host} ended, or was this rank stopped meanwhile?",
-            culprit,
-        )
+        why = f"the store failed ({said}): is {host} gone or stopped, or was this rank stopped?"
+        return why, culprit
 
     def _first_to_fail(
         self, space: dist.Store, failure: tuple[str, int | None], there: Collection[int]
