@@ -81,3 +81,11 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
 def set_rate(group: Group, number: int) -> None:
     """Have this rank state a rate of the link from here on, until a call is quicker."""
     group.on(torch.device("cpu")).state[rate.RATE] = number
+
+
+def exchange(group: Group) -> None:
+    """Every rank sends its number to every other one."""
+    assert sorted([group.rank, *group.peers]) == list(range(group.size))
+    sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
+    got = group.post(sends, [(peer, torch.tensor([-1])) for peer in group.peers]).wait()
+    assert [each.item() for each in got] == group.peers

@@ -259,56 +259,6 @@ def survivors(
     return outcome
 
 
-_OF_A_LIFE = """
-import os, pathlib, sys, time
-
-folder, life = pathlib.Path(sys.argv[1]), sys.argv[2]
-rank = int(os.environ["RANK"])
-
-def there(name):
-    until = time.monotonic() + 300.0  # so that nobody is left of a test that is ended itself
-    while not (folder / name).exists():  # until another rank has come there
-        assert time.monotonic() < until, name
-        time.sleep(0.02)
-"""
-
-
-@pytest.fixture
-def lives(programs: Callable[..., Program], tmp_path: Path) -> Callable[..., list[list[Any]]]:
-    """`lives(source, arguments, count)` runs three ranks, of which rank 1 has `count` lives.
-
-    Each of these is a process of its own. Ranks 0 and 2 go through all of them, and print a line of
-    JSON in each; these lines are returned, for each life those of rank 0 and of rank 2. What rank 1
-    prints need not be JSON, and is not returned.
-
-    The arguments of each program begin with a folder that all see, and the number of the life; that
-    of ranks 0 and 2 is "all": in the programs these are `folder` and `life`, beside `rank` and
-    `there(name)`, which waits until another rank has made a file of that name in the folder.
-    """
-
-    def printed(
-        source: str, arguments: Sequence[str], count: int, env: Mapping[str, str]
-    ) -> list[list[Any]]:
-        shared = {"WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), **env}
-
-        def start(rank: int, life: str) -> Program:
-            environment = {**os.environ, **shared, "RANK": str(rank)}
-            return programs(_OF_A_LIFE + source, str(tmp_path), life, *arguments, env=environment)
-
-        survivors = [start(0, "all"), start(2, "all")]
-        others = [start(1, str(life)) for life in range(count)]
-        lines = []
-        for each in survivors:
-            out, err = each.communicate(timeout=patient(120.0))
-            said = [json.loads(line) for line in out.splitlines()]
-            of_others = "".join(other.text() for other in others)
-            assert len(said) == count and each.returncode == 0, (said, err, of_others)
-            lines.append(said)
-        return [list(each) for each in zip(*lines, strict=True)]
-
-    return printed
-
-
 @pytest.fixture
 def restarted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from cases import COMBINE
+from cases import COMBINE, exchange
 from weft import WireError
 from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
@@ -17,7 +17,6 @@ from weft.testing import run, spmd
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LARGE = 1 << 20  # floats, of more than goes at once
 SLACK = 3.0  # seconds that a wait may exceed its deadline, because the machine is busy
 
 
@@ -26,25 +25,6 @@ def number(value):
 
 
 # What any number of ranks do.
-
-
-def exchange(group):
-    """Every rank sends to every other rank, in every dtype, tensors that follow from the two."""
-
-    def data(source, target):
-        numbers = torch.arange((1 + source) * (3 + target)).view(1 + source, 3 + target)
-        return (7 * numbers + 3 * source + target).to(dtype)
-
-    assert sorted([group.rank, *group.peers]) == list(range(group.size))
-    for dtype in (*FLOATS, *INTS, torch.bool):
-        sends = [(peer, data(group.rank, peer)) for peer in group.peers]
-        wanted = [data(peer, group.rank) for peer in group.peers]
-        places = [torch.empty_like(each) for each in wanted]
-        pending = group.post(sends, list(zip(group.peers, places, strict=True)))
-        assert [id(each) for each in pending.wait()] == [id(each) for each in places]
-        for place, right in zip(places, wanted, strict=True):
-            assert torch.equal(place, right), f"{dtype} arrived changed"
-        pending.release()
 
 
 def gather_small(group):
@@ -126,27 +106,6 @@ def test_any_number_of_ranks(body, on, size):
 # What two ranks do.
 
 
-def memory_under_way(group):
-    """A message keeps its memory, whatever other memory its tensors get while it is under way."""
-    (peer,) = group.peers
-
-    def give_data(tensor):
-        tensor.data = torch.zeros(3)
-
-    def set_storage(tensor):
-        tensor.set_(torch.zeros(LARGE + 9).untyped_storage())
-
-    for change in (give_data, set_storage):
-        given, place = torch.full((LARGE,), 1.0 + group.rank), torch.zeros(LARGE)
-        kept = place.detach()
-        pending = group.post([(peer, given)], [(peer, place)])
-        for tensor in (given, place):
-            change(tensor)
-        pending.wait()
-        pending.release()
-        assert kept.eq(1 + peer).all(), f"a message changed by {change.__name__}"
-
-
 def empty(group):
     """A post without messages, and messages without bytes, which leave nothing behind."""
     (peer,) = group.peers
@@ -206,7 +165,7 @@ def mixed(group):
             pending.release()
 
 
-PAIRS = (memory_under_way, empty, leases, mixed)
+PAIRS = (empty, leases, mixed)
 
 
 @pytest.mark.parametrize("does", PAIRS)

@@ -11,16 +11,10 @@ import pytest
 import torch
 
 import weft
+from cases import exchange
 from weft.base.pace import patient
 from weft.group.group import Group
 from weft.testing import spmd
-
-
-def exchange(group: Group) -> None:
-    """Every rank sends its number to every other one."""
-    sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
-    got = group.post(sends, [(peer, torch.tensor([-1])) for peer in group.peers]).wait()
-    assert [each.item() for each in got] == group.peers
 
 
 @contextmanager

@@ -39,7 +39,16 @@ from weft.schedules import dense_all_reduce
 from weft.testing import processes, run, spmd
 from weft.testing.pace import START
 
-on_processes = functools.partial(run, on="processes")
+of_two, of_three = (spmd(size, on=("processes",)) for size in (2, 3))
+"""What makes a test of the program of one of so many processes."""
+
+
+def until(condition):
+    """Wait until something is so."""
+    late = time.monotonic() + patient(20.0)
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.002)
 
 
 def talk(group):
@@ -51,10 +60,11 @@ def talk(group):
 
 
 @contextmanager
-def default_group(group, path, **options):
+def default_group(group, folder, backend="gloo", **options):
     """A default group of torch's among the ranks of `group`."""
+    place = f"file://{folder}/store"
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.size, **options
+        backend, init_method=place, rank=group.rank, world_size=group.size, **options
     )
     try:
         yield dist.group.WORLD
@@ -62,33 +72,26 @@ def default_group(group, path, **options):
         dist.destroy_process_group()
 
 
-def seeded(group, path):
+@of_two
+def test_the_programs_random_numbers_are_its_own(group, tmp_path):
     random.seed(7)
     before = random.getstate()
     if group.rank:
         time.sleep(0.2)  # so that the other one waits for it, in pauses
-    dist.init_process_group(
-        "cpu:weft", init_method=f"file://{path}", rank=group.rank, world_size=group.size
-    )
-    try:
+    with default_group(group, tmp_path, "cpu:weft"):
         pair = dist.new_group([0, 1])
         for each in (None, pair):
             dist.all_reduce(torch.ones(1), group=each)
-    finally:
-        dist.destroy_process_group()
     weft.barrier(group=group.split([0, 1]))
     assert random.getstate() == before
-
-
-def test_the_programs_random_numbers_are_its_own(tmp_path):
-    on_processes(2, seeded, str(tmp_path / "store"))
 
 
 # groups of the caller's
 
 
-def groups(group, path):
-    with default_group(group, path, timeout=timedelta(seconds=17)):
+@of_three
+def test_groups_of_every_kind_have_a_wire(group, tmp_path):
+    with default_group(group, tmp_path, timeout=timedelta(seconds=17)):
         world = of_group(None)
         assert (world.rank, world.size, world.timeout) == (group.rank, group.size, 17.0)
         assert of_group(None) is world and of(dist.group.WORLD) is world
@@ -113,14 +116,15 @@ def groups(group, path):
             of(DeviceMesh("cpu", torch.arange(group.size).view(-1, 1)))
 
 
-def twins(group, path):
+@of_three
+def test_groups_that_their_members_make_alone_have_wires(group, tmp_path):
     """Groups that their members make alone.
 
     There are no others: torch 2.15 counts them in the names of groups that all ranks make later,
     which then have different names; and torch 2.13 waits for ever for one that is made after others
     of the same ranks.
     """
-    with default_group(group, path, timeout=timedelta(seconds=17)):
+    with default_group(group, tmp_path, timeout=timedelta(seconds=17)):
         if group.rank < 2:
             made = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
             for each in made:
@@ -128,29 +132,19 @@ def twins(group, path):
         talk(of_group(None))  # nobody leaves before all are through
 
 
-def test_groups_that_their_members_make_alone_have_wires(tmp_path):
-    on_processes(3, twins, str(tmp_path / "store"))
-
-
-def test_groups_of_every_kind_have_a_wire(tmp_path):
-    on_processes(3, groups, str(tmp_path / "store"))
-
-
-def reverse(group, path):
+@of_three
+def test_ranks_are_those_of_the_group(group, tmp_path):
     """Ranks of a group are numbered as the group numbers them."""
-    with default_group(group, path):
+    with default_group(group, tmp_path):
         turned = dist.new_group([2, 0, 1])
         part = of_group(turned)
         assert part.rank == dist.get_group_rank(turned, group.rank)
         talk(part)
 
 
-def test_ranks_are_those_of_the_group(tmp_path):
-    on_processes(3, reverse, str(tmp_path / "store"))
-
-
-def destroy(group, path):
-    with default_group(group, path):
+@of_two
+def test_a_group_goes_with_its_group(group, tmp_path):
+    with default_group(group, tmp_path):
         pair = dist.new_group([0, 1])
         kept, world = of_group(pair), of_group(None)
         dist.destroy_process_group(pair)
@@ -170,23 +164,17 @@ def destroy(group, path):
         of_group(None)
 
 
-def test_a_group_goes_with_its_group(tmp_path):
-    on_processes(2, destroy, str(tmp_path / "store"))
-
-
-def destroy_elsewhere(group, path):
+@of_two
+def test_a_group_may_be_destroyed_while_another_thread_joins_it(group, tmp_path):
     """A thread destroys a group that another one is joining."""
-    with default_group(group, path), ThreadPoolExecutor(1) as other:
+    with default_group(group, tmp_path), ThreadPoolExecutor(1) as other:
         talk(of_group(None))
         for comes in (True, False):
             pair = dist.new_group(timeout=timedelta(seconds=patient(20.0 if comes else 3.0)))
             if group.rank == 0:
                 joined = other.submit(of_group, pair)
                 store, key = process_group.store_of(pair), f"weft/{pair.group_name}/0"
-                until = time.monotonic() + patient(20.0)
-                while not store.check([key]):
-                    assert time.monotonic() < until
-                    time.sleep(0.002)
+                until(functools.partial(store.check, [key]))
                 dist.destroy_process_group(pair)
             talk(of_group(None))
             if group.rank == 1 and comes:
@@ -199,13 +187,10 @@ def destroy_elsewhere(group, path):
             talk(of_group(None))
 
 
-def test_a_group_may_be_destroyed_while_another_thread_joins_it(tmp_path):
-    on_processes(2, destroy_elsewhere, str(tmp_path / "store"))
-
-
-def come_late(group, path):
+@of_three
+def test_a_barrier_that_is_the_first_call_joins_within_the_deadline_of_the_group(group, tmp_path):
     """Rank 2 comes to no barrier on a pair, whose deadline joining has, and not the call's."""
-    with default_group(group, path):
+    with default_group(group, tmp_path):
         pair = dist.new_group([1, 2], timeout=timedelta(seconds=patient(2.0)))
         if group.rank == 1:
             with pytest.raises(WireError, match="rank 1 did not join before the timeout"):
@@ -213,15 +198,11 @@ def come_late(group, path):
         talk(of_group(None))
 
 
-def test_a_barrier_that_is_the_first_call_joins_within_the_deadline_of_the_group(tmp_path):
-    on_processes(3, come_late, str(tmp_path / "store"))
-
-
 def refuse(thread):
     raise RuntimeError("can't start new thread")
 
 
-@spmd(2, on=("processes",))
+@of_two
 def test_who_can_start_no_thread_as_it_joins_is_missed_at_once(group):
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 0:
@@ -236,12 +217,9 @@ def test_who_can_start_no_thread_as_it_joins_is_missed_at_once(group):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_group_cannot_be_copied(copied):
+@of_two
+def test_a_group_cannot_be_copied(group, copied):
     """A second group over the same connections would mix up the messages of both."""
-    on_processes(2, copying, copied)
-
-
-def copying(group, copied):
     for each in (group, group.split([0, 1])):
         with pytest.raises(WeftError, match=rf"^rank {group.rank}: a group cannot be copied"):
             copied(each)
@@ -256,10 +234,10 @@ def test_what_is_no_group_is_refused():
 # groups that ranks call in different orders
 
 
-def crossed(group, path, have_joined):
+def crossed(group, folder, have_joined):
     """When this rank was told, the text of the error, and its culprit."""
     told = math.inf, "", None
-    with default_group(group, path):
+    with default_group(group, folder):
         of_group(None, timeout=START)
         first, second = (dist.new_group(), dist.new_group())[:: 1 - 2 * group.rank]
         if have_joined:
@@ -275,11 +253,8 @@ def crossed(group, path, have_joined):
         except WireError as error:  # not kept, since its frames hold the groups
             told = time.monotonic(), str(error), error.culprit
         # without a call of weft's, in which the other, which may still ask, would find this rank
-        Path(f"{path} {group.rank} is told").touch()
-        until = time.monotonic() + patient(20.0)
-        while not Path(f"{path} {1 - group.rank} is told").exists():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        (folder / f"{group.rank} is told").touch()
+        until((folder / f"{1 - group.rank} is told").exists)
         talk(group)  # links stay till here
     return told
 
@@ -288,7 +263,7 @@ ORDER = "see that all ranks make their calls in the same order, whichever groups
 
 
 def test_a_call_of_another_group_is_named_where_ranks_wait_for_each_other_in_two(tmp_path):
-    told = on_processes(2, crossed, str(tmp_path / "at"), True)
+    told = run(2, crossed, tmp_path, True, on="processes")
     for rank, (_, text, _) in enumerate(told):
         assert f"rank {1 - rank} has not entered call 1 (all_reduce): it " in text, text
     # whose peer is in its call still
@@ -300,7 +275,7 @@ def test_a_call_of_another_group_is_named_where_ranks_wait_for_each_other_in_two
 
 def test_a_group_that_ranks_join_is_named_where_they_wait_for_each_other_in_two(tmp_path):
     """Nobody has links in either. Those of the default group tell."""
-    for rank, (_, text, _) in enumerate(on_processes(2, crossed, str(tmp_path / "at"), False)):
+    for rank, (_, text, _) in enumerate(run(2, crossed, tmp_path, False, on="processes")):
         assert re.search(
             rf"rank {rank}: group '\d' of 2 ranks: rank {1 - rank} did not join before the timeout "
             rf"of [\d.]+ s: rank {1 - rank} of the job (is|.* after it raised .* is) joining group "
@@ -377,12 +352,25 @@ def test_a_rank_in_trouble_is_told_of_though_another_has_died_since(monkeypatch)
         connect(store, 0, 2, 60.0, name="x")
 
 
-def test_a_shorter_timeout_counts_from_the_next_wait_on():
+@pytest.fixture
+def join():
+    """Joins ranks in this process; their groups."""
+    groups = []
+
+    def join(size, timeout):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(size) as pool:
+            groups.extend(pool.map(lambda rank: connect(store, rank, size, timeout), range(size)))
+        return groups
+
+    yield join
+    for group in groups:
+        group.close()
+
+
+def test_a_shorter_timeout_counts_from_the_next_wait_on(join):
     """Though the detector sleeps when it changes."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        joining = [pool.submit(connect, store, rank, 2, 600.0) for rank in range(2)]
-        groups = [each.result() for each in joining]
+    groups = join(2, 600.0)
     time.sleep(0.3)
     groups[0].set_timeout(0.5)
     ender = threading.Timer(20.0, groups[1].abort, ["the wait was too long"])
@@ -390,34 +378,24 @@ def test_a_shorter_timeout_counts_from_the_next_wait_on():
     with pytest.raises(WireError, match="rank 1 keeps the others waiting"):
         groups[0].post((), [(1, 8)]).wait()
     ender.cancel()
-    for group in groups:
-        group.close()
 
 
-def test_what_came_while_nobody_waited_is_blamed_on_its_sender():
+def test_what_came_while_nobody_waited_is_blamed_on_its_sender(join):
     """And not on the rank that got it, for which the others wait until their deadline."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(connect, store, rank, 3, 60.0) for rank in range(3)]
-        groups = [each.result() for each in joining]
+    groups = join(3, 60.0)
     for group in groups:
         group.set_timeout(0.7)
     place = torch.zeros(1 << 17, dtype=torch.uint8)
     pending = groups[0].post((), [(1, place)])
     groups[1].wire.connections[0].sock.send(b"\xff" * 24)
-    until = time.monotonic() + 20.0
-    while groups[0].wire.failure() is None:
-        assert time.monotonic() < until
-        pending.pending.done()  # which reads what comes, and does not wait
-        time.sleep(0.01)
+    until(lambda: pending.pending.done() or groups[0].wire.failure())  # `done` reads what comes
     with pytest.raises(WireError, match="rank 1 sent a frame of kind") as caught:
         groups[2].post((), [(0, 8)]).wait()
     assert caught.value.culprit == 1
-    for group in groups:
-        group.close()
 
 
-def ask_in_a_wait_for_nothing(group):
+@of_two
+def test_a_rank_that_waits_for_nothing_can_be_asked(group):
     """As where a peer asks where this rank is, just when it waits for a post without messages."""
     if group.rank == 0:
         asked = []
@@ -432,10 +410,6 @@ def ask_in_a_wait_for_nothing(group):
         assert pending.wait() == []
         assert asked == [None]
     talk(group)
-
-
-def test_a_rank_that_waits_for_nothing_can_be_asked():
-    on_processes(2, ask_in_a_wait_for_nothing)
 
 
 def with_few_files(path):
@@ -466,18 +440,14 @@ def test_the_limit_of_open_files_is_raised_or_said(tmp_path):
     assert f"the hard limit is {few}: raise it (ulimit -Hn " in told
 
 
-def test_a_rank_that_is_none_is_refused():
-    with pytest.raises(WeftError, match="rank 3 is none of 3 ranks"):
-        connect(dist.HashStore(), 3, 3, 1.0)
-
-
 def resources():
     gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def many(group, path):
-    store = dist.FileStore(path, group.size)
+@of_two
+def test_fifty_wires_in_a_row_leave_nothing(group, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), group.size)
     connect(store, group.rank, group.size, 20.0).close()  # torch's own threads, made once
     talk(group)
     before = resources()
@@ -491,10 +461,6 @@ def many(group, path):
     # files and threads of groups of tests before this one may still have been there
     assert all(now <= then for now, then in zip(resources(), before, strict=True))
     talk(group)
-
-
-def test_fifty_wires_in_a_row_leave_nothing(tmp_path):
-    on_processes(2, many, str(tmp_path / "store"))
 
 
 def one_group_a_thread():
@@ -552,8 +518,9 @@ def test_ipv6():
     processes(2, end_by_abort, env={"WEFT_INTERFACE": "::1"})
 
 
-def fork(group):
-    """A child cannot use the group, does not disturb it, and ends."""
+@of_two
+def test_a_forked_child_leaves_the_wire_alone(group):
+    """It cannot use the group, does not disturb it, and ends."""
     gc.collect()  # another test's gloo group, ended in the child, would wait for its threads
     child = os.fork()
     if child == 0:
@@ -571,10 +538,6 @@ def fork(group):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     time.sleep(0.2)  # a goodbye would have come by now
     talk(group)
-
-
-def test_a_forked_child_leaves_the_wire_alone():
-    on_processes(2, fork)
 
 
 def forks_while_it_is_joined(place):
@@ -687,19 +650,23 @@ def in_main_thread(body):
     dist.destroy_process_group()
 
 
-def test_a_signal_that_is_handled_breaks_nothing():
-    processes(2, in_main_thread, handled)
-
-
-def test_a_signal_whose_handler_raises_is_told_to_all():
-    processes(2, in_main_thread, raised)
+@pytest.mark.parametrize("body", [handled, raised])
+def test_a_signal_that_is_handled_breaks_nothing_and_one_that_raises_is_told_to_all(body):
+    processes(2, in_main_thread, body)
 
 
 # closing
 
 
-def close_elsewhere(group, path):
-    other = connect(dist.FileStore(path, group.size), group.rank, group.size, 20.0)
+def another(group, folder):
+    """Another group of the same ranks."""
+    store = dist.FileStore(str(folder / "store"), group.size)
+    return connect(store, group.rank, group.size, 20.0)
+
+
+@of_two
+def test_closing_ends_a_wait_in_another_thread(group, tmp_path):
+    other = another(group, tmp_path)
     talk(other)
     if group.rank == 0:
         in_a_wait(other, other.close)
@@ -714,13 +681,10 @@ def close_elsewhere(group, path):
     other.close()
 
 
-def test_closing_ends_a_wait_in_another_thread(tmp_path):
-    on_processes(2, close_elsewhere, str(tmp_path / "store"))
-
-
-def last_words(group, path):
+@of_two
+def test_closing_loses_nothing(group, tmp_path):
     """What was sent before a rank closed arrives, however late it is asked for."""
-    other = connect(dist.FileStore(path, group.size), group.rank, group.size, 20.0)
+    other = another(group, tmp_path)
     count = 200_000
     place = torch.zeros(count, dtype=torch.int64)
     if group.rank == 0:
@@ -734,22 +698,14 @@ def last_words(group, path):
     talk(group)
 
 
-def test_closing_loses_nothing(tmp_path):
-    on_processes(2, last_words, str(tmp_path / "store"))
-
-
-def peers_are_checked(group):
+@spmd(1, 2, on=("processes",))
+def test_messages_to_nobody_are_refused(group):
     for peer in (group.rank, -1, group.size):
         with pytest.raises(WeftError, match=f"rank {peer} is no peer among {group.size} ranks"):
             group.post([(peer, torch.zeros(1))])
         with pytest.raises(WeftError, match=f"rank {peer} is no peer"):
             group.post((), [(peer, 8)])
     talk(group)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_messages_to_nobody_are_refused(size):
-    on_processes(size, peers_are_checked)
 
 
 def test_alone_nothing_is_opened(nothing_left):

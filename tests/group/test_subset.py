@@ -9,18 +9,12 @@ import pytest
 import torch
 
 import weft
+from cases import exchange
 from weft.base.pace import patient
 from weft.schedules import dense_all_reduce
 from weft.testing import run, spmd
 
 CPU = torch.device("cpu")
-
-
-def exchange(group):
-    """Every rank sends its number to every other one."""
-    sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
-    got = group.post(sends, [(peer, torch.tensor([-1])) for peer in group.peers]).wait()
-    assert [each.item() for each in got] == group.peers
 
 
 @spmd(5, on=("threads",))
@@ -201,36 +195,29 @@ def test_calls_in_crossed_orders_are_told_to_ranks_of_which_one_speaks_for_the_o
         assert "all ranks must make the calls of a group and of its subsets" in text
 
 
-def in_a_circle(group):
-    """Ranks 0 to 2 are; rank 3 is waited for by rank 0, too, and comes late."""
-    for _ in range(9):  # more than a rank remembers
+def in_a_circle(group, before):
+    """Ranks 0 to 2 are; a rank 3 is waited for by rank 0, too, and comes late."""
+    for _ in range(before):
         weft.barrier(group=group)
     if group.rank == 3:
         time.sleep(1.0)
         return called([("all_reduce", group.subset([3, 0, 1]))])
-    ranks = [0, 1, 3] if group.rank == 0 else [group.rank, (group.rank + 1) % 3]
-    first = group.subset(ranks)
+    late = [3] if group.rank == 0 and group.size == 4 else []
+    first = group.subset([group.rank, (group.rank + 1) % 3, *late])
     second = group.subset([(group.rank + 2) % 3, group.rank])
     return called([("all_reduce", first), ("all_reduce", second)])
 
 
-def in_a_circle_of_three(group):
-    first = group.subset([group.rank, (group.rank + 1) % 3])
-    second = group.subset([(group.rank + 2) % 3, group.rank])
-    return called([("all_reduce", first), ("all_reduce", second)])
-
-
-def test_a_circle_of_calls_on_subsets_is_told_before_the_deadline():
+@pytest.mark.parametrize(
+    ("size", "before", "first"),
+    [(3, 0, "0, 1"), (4, 9, "0, 1, 3")],  # more than a rank remembers
+    ids=["three", "one is late"],
+)
+def test_a_circle_of_calls_on_subsets_is_told_before_the_deadline(size, before, first):
     """No two ranks meet: each waits for one that is in another call."""
-    for text in run(3, in_a_circle_of_three, on="processes", timeout=30.0):
-        assert "(a call of ranks 0, 1), but rank 1 is in call 1 (all_reduce) and has" in text
-        assert "(a call of ranks 1, 2): all ranks must make the calls of a group and of" in text
-        assert "past the timeout" not in text
-
-
-def test_who_is_late_is_not_called_the_cause_of_a_circle():
-    for text in run(4, in_a_circle, on="processes", timeout=30.0):
-        assert "(a call of ranks 0, 1, 3), but rank 1 is in call 10 (all_reduce) and has" in text
+    second = f"rank 1 is in call {before + 1} (all_reduce) and has"
+    for text in run(size, in_a_circle, before, on="processes", timeout=30.0):
+        assert f"(a call of ranks {first}), but {second}" in text
         assert "(a call of ranks 1, 2): all ranks must make the calls of a group and of" in text
         assert "past the timeout" not in text
 

@@ -423,7 +423,8 @@ def sizes(wire, soon):
 def dtypes(wire, soon):
     """tensors of every dtype and shape arrive as they were sent, from each to each."""
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
-    for dtype in (*floats, torch.int64, torch.int8, torch.uint8, torch.bool):
+    ints = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    for dtype in (*floats, *ints, torch.bool):
 
         def made(source, target, dtype=dtype):
             return ((torch.arange(3 * (source + 1)).view(3, -1) + target) % 2).to(dtype)
@@ -628,7 +629,7 @@ def storages(wire, soon):
     if wire.rank == 0:
         data = _bytes(_BIG)
         pending = wire.post([(1, data)])
-        data.data = torch.zeros(1, dtype=torch.uint8)
+        data.set_(torch.zeros(1, dtype=torch.uint8).untyped_storage())
         filled = [_bytes(_BIG, 0) for _ in range(4)]  # in the freed memory, if it was freed
         _say_go(wire, 1, soon)
         pending.wait(soon)
