@@ -1,56 +1,53 @@
-"""To and from DTensors of `torch.distributed`: by their own `redistribute`, and Repartition.
+"""To and from DTensors of `torch.distributed` that are cut: Repartition moves the shards.
 
 A DTensor says by its mesh and placements which rank has which part. Where all placements are Shard
-it is a tensor that is cut along a grid (`_grid`), by `torch.chunk`: parts of ceil(n / p) elements,
+it is a tensor that is cut along a grid (`Layout`), by `torch.chunk`: parts of ceil(n / p) elements,
 the last ones shorter or empty; each mesh dimension cuts what the ones before it left. Repartition
-moves it between that grid and the caller's. What is replicated or partial PyTorch itself cuts
-first, and restores last.
+moves it between that grid and the caller's. What has other placements its owner redistributes.
 
-As a conversion opens, all ranks learn which shapes all really have. So a DTensor that was made of
-other shards is an error on every rank; PyTorch 2.13 computes wrong values with it. A mesh whose
-ranks do not ascend is an error, too: there PyTorch moves data in the order of the ranks, and
-computes shapes in the order of the mesh.
+Three kinds of DTensors are errors on every rank, because PyTorch 2.13 computes wrong values of
+them: those that were made of other shards than PyTorch would cut, those whose placements are
+strided, and those on a mesh whose ranks do not ascend: there PyTorch moves data in the order of the
+ranks, and computes shapes in the order of the mesh.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from ..base._torch import shard_order
 from ..base.arguments import is_a
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake
-from .autograd import outside
-from .executor import has_addition
+from .autograd import applied, outside
+from .mesh import as_dtensor, ranks_in
 from .partition import Partition
-from .repartition import Repartition
-from .spec import Lengths, fitting
+from .repartition import Repartition, RepartitionSpec
+from .spec import Lengths, checked_lengths, fitting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement, Shard
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @entry
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
     """Convert a DTensor to this rank's shard on a grid. Differentiable.
 
-    Collective among the ranks of the mesh, which has all ranks of the grid. The gradient is a
-    DTensor with the same mesh and placements, but Replicate where `x` is Partial.
+    Collective among the ranks of the grid, which are those of the mesh. The gradient is a DTensor
+    with the same mesh and placements.
 
     Args:
-        x: a dense DTensor of at least one dimension, with the placements Shard (also several along
-            one dimension), Replicate, and Partial of sum or avg. Every rank of the mesh passes it.
-            The mesh has ranks of torch's default group. The grid's group is that group, too, or a
-            part of it that has all ranks of the mesh.
-        partition: the grid that cuts the result.
+        x: a dense DTensor whose placements are Shard, also several along one dimension. Its mesh
+            has ranks of torch's default group. On ranks that are not in the grid: a tensor without
+            elements.
+        partition: the grid that cuts the result. Its group is torch's default one, or a part of it.
         lengths: for each dimension the lengths of the grid's parts; None: balanced ones. (PyTorch
             cuts 10 over 4 ranks into 3, 3, 3, 1, weft into 3, 3, 2, 2. `lengths=[(3, 3, 3, 1)]`
             keeps PyTorch's cut.)
@@ -59,10 +56,10 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         The shard, a new tensor; a tensor without elements on ranks that are not in the grid.
 
     Raises:
-        WeftError: `x` is no DTensor, has other shards than its placements say, or placements that
-            are not named above; or `lengths` do not fit; the same text on every rank of the mesh.
-        WireError: a peer or a link failed; names the culprit. The group is lost. Also if some rank
-            passes no DTensor, and so does not know the mesh, where that has ranks outside the grid.
+        WeftError: `x` is no DTensor, has other shards than its placements say, other placements
+            than Shard, or a mesh of other ranks, or of ranks that do not ascend; or `lengths` do
+            not fit; the same text on every rank of the grid.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft
@@ -76,22 +73,26 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
     from torch.distributed.tensor import DTensor  # here: it takes a while
 
     name = "from_dtensor"
-    is_dtensor = isinstance(x, DTensor)
-    ranks = _taking_part(partition, x.device_mesh if is_dtensor else None)
-    if partition.rank not in ranks:
-        return x.to_local().detach().clone() if is_dtensor else outside(name, partition.group, x)
-    with preparing(among(partition.group, ranks), name):
-        if not is_dtensor:
-            raise WeftError(f"from_dtensor takes a DTensor, not a {type(x).__name__}")
-        _check(name, partition, x.device_mesh, x.placements, reductions=("sum", "avg"))
-        _check_shards(name, partition, x)
-        shards = _shards(x.placements, x.shape)
-        source, _ = _grid(partition, x.device_mesh, shards, x.ndim)
-        layer = Repartition(source, partition, lengths=lengths)
-    needs = torch.is_grad_enabled() and x.requires_grad  # redistribute is a call in backward, too
-    _opened(name, partition, ranks, x, {"arguments": _text(x), "gradient": needs})
-    y: Tensor = layer(x.redistribute(placements=shards).to_local())
-    return y
+    if not partition.active:
+        return outside(name, partition.group, x)
+    with preparing(among(partition.group, tuple(sorted(partition.ranks))), name):
+        if not isinstance(x, DTensor):
+            raise WeftError(f"{name} takes a DTensor, not a {type(x).__name__}")
+        shape = tuple(x.shape)
+        cells = _cells(partition, x.device_mesh)
+        text = f"a DTensor of shape {shape} with {_text(cells, x.placements)}"
+        grid, parts = _layout(name, partition, cells, x.placements, shape)
+        places = zip(parts, grid.cells[partition.rank], strict=True)
+        expected = tuple(each[at] for each, at in places)
+        held = tuple(x.to_local().shape)
+        if held != expected:
+            raise WeftError(
+                f"{name}: this rank holds {held} of {text}, by which it should hold {expected}: "
+                "this DTensor was made of other shards than PyTorch cuts, so pass the local "
+                "tensors to weft.nn layers as they are, without a DTensor"
+            )
+        spec = FromDTensor(grid, partition, checked_lengths(lengths), text)
+    return applied(spec, x.to_local())
 
 
 @entry
@@ -100,236 +101,141 @@ def to_dtensor(
 ) -> DTensor | Tensor:
     """Convert a tensor that is cut along a grid to a DTensor. Differentiable.
 
-    Collective among the ranks of the mesh, which has all ranks of the grid.
+    Collective among the ranks of the grid, which are those of the mesh.
 
     Args:
         x: this rank's shard, of any lengths that fit together; on ranks that are not in the grid a
             tensor without elements.
         partition: the grid that cuts `x`.
         mesh: the mesh of the DTensor.
-        placements: one for each dimension of the mesh: Shard or Replicate.
+        placements: a Shard for each dimension of the mesh.
 
     Returns:
-        The DTensor. Ranks that are not in the mesh get a plain tensor without elements, and wait
+        The DTensor. Ranks that are not in the grid get a plain tensor without elements, and wait
         for nobody.
 
     Raises:
         WeftError: the shards do not fit together; there is not one placement for each dimension of
-            the mesh, or one is of a dimension that does not exist, or of another kind; the same
-            text on every rank of the mesh.
-        WireError: a peer or a link failed; names the culprit. The group is lost. Also if some rank
-            passes no mesh, where that of the others has ranks outside the grid.
+            the mesh, or one is of a dimension that does not exist, or no Shard; or the mesh has
+            other ranks, or some that do not ascend; the same text on every rank of the grid.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
         >>> import torch, weft
-        >>> from torch.distributed.tensor import Replicate
+        >>> from torch.distributed.tensor import Shard
         >>> with weft.init():  # alone: a group of one
         ...     grid = weft.Partition(1)
-        ...     weft.nn.to_dtensor(torch.arange(3), grid, grid.to_mesh(), [Replicate()]).to_local()
+        ...     weft.nn.to_dtensor(torch.arange(3), grid, grid.to_mesh(), [Shard(0)]).to_local()
         tensor([0, 1, 2])
     """
-    from torch.distributed.tensor import DTensor  # here: it takes a while
-
     name = "to_dtensor"
-    ranks = _taking_part(partition, mesh)
-    if partition.rank not in ranks:
-        return outside(name, partition.group, x)
-    with preparing(among(partition.group, ranks), name):
-        _check(name, partition, mesh, placements, reductions=())
-        text = _placed(mesh, placements)
+    group = partition.group
+    if not partition.active:
+        return outside(name, group, x)
+    ranks = tuple(sorted(partition.ranks))
+    with preparing(among(group, ranks), name):
         if not is_a(x, Tensor):
             raise WeftError(f"{name} takes a tensor, not a {type(x).__name__}")
-    shapes = _opened(name, partition, ranks, x, {"arguments": text})
-    shapes = {rank: shapes[rank] for rank in partition.ranks}
-    lengths = fitting(name, partition.cells, shapes, range(partition.dim))
-    extents = tuple(map(sum, lengths))
-    shards = _shards(placements, extents)
-    if not extents or not all(-len(extents) <= each.dim < len(extents) for each in shards):
-        raise WeftError(f"{name}: {text}, of a tensor of {len(extents)} dimensions, {extents}")
-    target, counts = _grid(partition, mesh, shards, len(extents))
-    y = Repartition(partition, target, lengths=_chunks(extents, counts))(x)
-    found: DTensor = DTensor.from_local(
-        y,
-        mesh,
-        shards,
-        run_check=False,
-        shape=torch.Size(extents),
-        stride=torch.empty(extents, device="meta").stride(),
-    )
-    return found.redistribute(placements=placements)
+        operand = Operand(tuple(x.shape), needs=False, records=True)
+        cells = _cells(partition, mesh)
+        text = _text(cells, placements)
+    fields = {"partition": partition.brief, "arguments": text, "dtype": None}
+
+    def job() -> dict[int, Shape]:
+        heard = handshake(group, ranks, name, fields, None, operand)
+        return {rank: each.shape for rank, each in heard.operands.items()}
+
+    # from here on every rank knows the same, or all raise
+    shapes = group.worker.call(name, job)
+    shape = tuple(map(sum, fitting(name, partition.cells, shapes, range(partition.dim))))
+    grid, lengths = _layout(name, partition, cells, placements, shape)
+    y = Repartition(partition, grid, lengths=lengths)(x)
+    return as_dtensor(y, mesh, placements, shape)
 
 
-def _taking_part(partition: Partition, mesh: object) -> tuple[int, ...]:
-    """The ranks of a conversion, ascending: those of the mesh, and of the grid.
+@dataclass(frozen=True)
+class FromDTensor(RepartitionSpec):
+    """Repartition from PyTorch's cut; the ranks compare what each believes to be cut."""
 
-    A rank that has no mesh to know them by tells those of the grid what is wrong with its call.
+    x: str = ""
+
+    name = "from_dtensor"
+
+
+class Layout(NamedTuple):
+    """How PyTorch cuts a tensor.
+
+    Attributes:
+        grid: the ranks of the mesh, as a grid that cuts each dimension of the tensor.
+        lengths: of the parts of each dimension.
     """
-    try:
-        found = _ranks(mesh, partition)
-    except WeftError:
-        found = []
-    return tuple(sorted({*partition.ranks, *found}))
+
+    grid: Partition
+    lengths: list[Shape]
 
 
-def _ranks(mesh: object, partition: Partition) -> list[int]:
-    """The ranks of a mesh, in its order, as the group of a partition counts.
-
-    Raises:
-        WeftError: it is no mesh, or has ranks that are not in that group.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .mesh import ranks_in
-
-    if not isinstance(mesh, DeviceMesh):
-        raise WeftError(f"a {type(mesh).__name__} is no DeviceMesh: pass one")
-    return ranks_in(partition.group_handle, mesh.mesh.flatten().tolist())
-
-
-def _check(
+def _layout(
     name: str,
     partition: Partition,
-    mesh: DeviceMesh,
+    cells: Partition,
     placements: Sequence[Placement],
-    *,
-    reductions: Collection[str],
-) -> None:
-    """Check a mesh and placements, of which PyTorch or a conversion would make other values.
+    shape: Shape,
+) -> Layout:
+    """How PyTorch cuts a tensor of that shape along a mesh of the ranks of a partition.
 
     Args:
-        reductions: of the Partial placements that there may be.
+        name: of the conversion, for errors.
+        partition: the grid to or from which it goes.
+        cells: the mesh.
+        placements: on the mesh.
+        shape: of the whole tensor.
 
     Raises:
-        WeftError: there is something wrong with them.
+        WeftError: the mesh is of other ranks, or there is a mesh or a placement of which PyTorch,
+            or the conversion, would make other values.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if outside := set(partition.ranks).difference(_ranks(mesh, partition)):
-        raise WeftError(
-            f"{name}: ranks {sorted(outside)} of the grid are not in the mesh: convert on a grid "
-            "of the mesh's ranks, and move the shards by weft.nn.Repartition"
-        )
-    for dim in range(mesh.ndim):
-        if not (mesh.mesh.diff(dim=dim) > 0).all():
-            raise WeftError(
-                f"{name}: the ranks of the mesh {mesh.mesh.tolist()} do not ascend in dimension "
-                f"{dim}; PyTorch mixes up the shards of such meshes: use one whose ranks ascend"
-            )
-    if len(placements) != mesh.ndim:
-        raise WeftError(
-            f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions, "
-            f"{tuple(mesh.mesh.shape)}: pass one for each"
-        )
-    for each in placements:
-        is_reduced = type(each) is Partial and each.reduce_op in reductions
-        if type(each) not in (Shard, Replicate) and not is_reduced:  # nor is a strided one a Shard
-            raise WeftError(
-                f"{name} does not take {each!r} of placements {[*placements]}: redistribute() to "
-                "Shard or Replicate"
-            )
-
-
-def _check_shards(name: str, partition: Partition, x: DTensor) -> None:
-    """Check that a DTensor has what PyTorch itself would have cut, and can cut and reduce.
-
-    Raises:
-        WeftError: it has not.
-    """
-    order = shard_order(x) or ()
-    if any(list(dims) != sorted(dims) for _, dims in order):
-        raise WeftError(
-            f"{name}: this DTensor is cut along the mesh dimensions in the order {order}: "
-            "redistribute() to shards that are cut from left to right first"
-        )
-    if not x.ndim:
-        raise WeftError(f"{name}: a number has no dimension to cut: pass x.full_tensor()")
-    if any(each.is_partial() for each in x.placements) and not has_addition(x.dtype):
-        raise WeftError(f"{name}: {x.dtype} has no addition in torch: pass another dtype")
-    grid, counts = _grid(partition, x.device_mesh, x.placements, x.ndim)
-    cut = zip(_chunks(x.shape, counts), grid.cells[partition.rank], strict=False)
-    expected = tuple(parts[at] for parts, at in cut)
-    held = tuple(x.to_local().shape)
-    if held != expected:
-        raise WeftError(
-            f"{name}: this rank holds {held} of {_text(x)}, by which it should hold {expected}: "
-            "this DTensor was made of other shards than PyTorch cuts, so pass the local tensors to "
-            "weft.nn layers as they are, without a DTensor"
-        )
-
-
-def _shards(placements: Sequence[Any], shape: Shape) -> list[Shard]:
-    """Placements as shards: what is replicated or partial is cut along the longest dimension that
-    no later mesh dimension cuts, since PyTorch does that without moving what is replicated."""
     from torch.distributed.tensor import Shard
 
+    text = _text(cells, placements)
+    ranks = np.reshape(cells.ranks, cells.shape)
+    if {*ranks.flat} != {*partition.ranks}:
+        raise WeftError(
+            f"{name}: {text}, which has not the ranks of the grid, {partition.brief}: convert on a "
+            "grid of the mesh's ranks, and move the shards by weft.nn.Repartition"
+        )
+    for dim in range(ranks.ndim):
+        if not (np.diff(ranks, axis=dim) > 0).all():
+            raise WeftError(
+                f"{name}: {text}, whose ranks do not ascend in dimension {dim}; PyTorch mixes up "
+                "the shards of such meshes: use one whose ranks ascend"
+            )
     ndim = len(shape)
-    found: list[Shard] = []
-    later: set[int] = set()
-    for each in reversed(placements):
-        if each.is_shard():
-            dim = each.dim + ndim * (each.dim < 0)
-        else:
-            dim = max(set(range(ndim)) - later, key=shape.__getitem__, default=0)
-        found.append(Shard(dim))
-        later.add(dim)
-    return found[::-1]
+    shards = [each for each in placements if type(each) is Shard]  # a strided one is another type
+    dims = [each.dim % ndim for each in shards if -ndim <= each.dim < ndim]
+    if not len(dims) == len(placements) == ranks.ndim:
+        raise WeftError(
+            f"{name}: {text}, of a tensor of shape {shape}: it takes a Shard of one of these "
+            "dimensions for each of the mesh: redistribute() what has other placements"
+        )
+    lengths: list[Shape] = [(extent,) for extent in shape]
+    for dim, count in zip(dims, ranks.shape, strict=True):
+        lengths[dim] = tuple(part for each in lengths[dim] for part in _chunks(each, count))
+    order = sorted(range(ranks.ndim), key=dims.__getitem__)
+    grid = partition.like(tuple(map(len, lengths)), ranks.transpose(order).flatten().tolist())
+    return Layout(grid, lengths)
 
 
-def _grid(
-    partition: Partition, mesh: DeviceMesh, placements: Sequence[Any], ndim: int
-) -> tuple[Partition, list[Shape]]:
-    """A mesh as a grid that cuts a tensor's dimensions along the mesh dimensions that shard them.
-
-    Returns:
-        The grid, whose further dimensions are those of the mesh that cut nothing; and for each
-        dimension of the tensor the extents of the mesh that cut it, one after the other.
-    """
-    cuts = [each.dim % ndim if each.is_shard() else ndim for each in placements]
-    along = sorted(range(mesh.ndim), key=cuts.__getitem__)
-    counts = [
-        tuple(mesh.size(each) for each in along if cuts[each] == dim) for dim in range(ndim + 1)
-    ]
-    found = torch.tensor(_ranks(mesh, partition)).view(mesh.mesh.shape).permute(along)
-    return partition.like(tuple(map(math.prod, counts)), found.flatten().tolist()), counts[:ndim]
+def _cells(partition: Partition, mesh: DeviceMesh) -> Partition:
+    """A mesh as a grid of its ranks, as the group of a partition counts them."""
+    ranks = ranks_in(partition.group_handle, mesh.mesh.flatten().tolist())
+    return partition.like(tuple(mesh.mesh.shape), ranks)
 
 
-def _chunks(shape: Shape, counts: Iterable[Shape]) -> list[Shape]:
-    """The lengths of the parts of each dimension, cut so many times one after the other."""
-    found = []
-    for extent, each in zip(shape, counts, strict=True):
-        lengths = [extent]
-        for count in each:
-            lengths = [part for length in lengths for part in _chunk(length, count)]
-        found.append(tuple(lengths))
-    return found
-
-
-def _chunk(length: int, count: int) -> list[int]:
+def _chunks(length: int, count: int) -> list[int]:
     """The lengths of the parts into which `torch.chunk` cuts; the last ones may be empty."""
     size = -(-length // count)
     return [max(0, min(size, length - at * size)) for at in range(count)]
 
 
-def _text(x: DTensor) -> str:
-    return f"a DTensor of shape {tuple(x.shape)} with {_placed(x.device_mesh, x.placements)}"
-
-
-def _placed(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
-    return f"placements {[*placements]} on a mesh of {tuple(mesh.mesh.shape)}"
-
-
-def _opened(
-    name: str, partition: Partition, ranks: tuple[int, ...], x: Tensor, fields: Mapping[str, object]
-) -> dict[int, Shape]:
-    """The shapes of all ranks' tensors, if the fields are the same on all of them. Collective."""
-    group = partition.group
-    records = torch.is_grad_enabled()
-    statement = Operand(tuple(x.shape), records and x.requires_grad, records)
-    dtype = x.dtype if x.numel() else None
-    told = {"partition": partition.brief, "dtype": dtype, **fields}
-
-    def job() -> dict[int, Shape]:
-        heard = handshake(group, ranks, name, told, None, statement)
-        return {rank: each.shape for rank, each in heard.operands.items()}
-
-    return group.worker.call(name, job)
+def _text(cells: Partition, placements: Sequence[Placement]) -> str:
+    return f"placements {[*placements]} on a mesh of {cells.brief}"

@@ -1,12 +1,9 @@
-"""Partitions and torch.distributed: device meshes, and the names and ranks of process groups.
-
-It is imported at its first use, because importing torch.distributed's device meshes takes time.
-"""
+"""Partitions and torch.distributed: DTensors, and the names and ranks of process groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,50 +12,53 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import _torch
 from ..base.errors import WeftError
+from ..base.tensors import Shape
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
-def mesh(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
+def mesh_of(device_type: str, ranks: list[Any], names: Sequence[str] | None) -> DeviceMesh:
     """A DeviceMesh of these ranks, nested; collective among all ranks of the default group."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=None if names is None else tuple(names))
 
 
-def as_shard(rows: Tensor, height: int, process_group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows as a DTensor `[height, ...]` with `Shard(0)`; nothing is sent.
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape
+) -> DTensor:
+    """This rank's part of a tensor of that shape as a DTensor; nothing is sent.
 
-    The rows must be this rank's chunk, as `torch.chunk` cuts: nobody compares them.
+    It must be what PyTorch would cut: nobody compares them.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor  # here: it takes a while
 
-    shape = torch.Size((height, *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
+    size = torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+
+
+def as_shard(rows: Tensor, height: int, process_group: dist.ProcessGroup) -> DTensor:
+    """This rank's rows as a DTensor `[height, ...]` with `Shard(0)`; nothing is sent."""
+    from torch.distributed.tensor import Shard
+
     along = DeviceMesh.from_group(process_group, rows.device.type)
-    found: Tensor = DTensor.from_local(rows, along, [Shard(0)], shape=shape, stride=stride)
-    return found
+    return as_dtensor(rows, along, [Shard(0)], (height, *rows.shape[1:]))
 
 
 def ranks_in(group: object, ranks: Sequence[int]) -> list[int]:
-    """The ranks of torch's default group, as ranks in another group.
+    """The ranks of torch's default group, as ranks in another group; -1: it is not in that.
 
     Args:
         group: None or a Group, for which the numbers stay the same; a ProcessGroup or a 1-D
             DeviceMesh.
         ranks: in torch's default group.
-
-    Raises:
-        WeftError: one of them is not in the group.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         return list(ranks)
     members = dist.get_process_group_ranks(group)
-    strange = sorted(set(ranks) - set(members))
-    if strange:
-        raise WeftError(
-            f"rank{'s' * (len(strange) > 1)} {' and '.join(map(str, strange))} of the default "
-            f"group is not in the group of {members}"
-        )
-    return [members.index(rank) for rank in ranks]
+    return [members.index(rank) if rank in members else -1 for rank in ranks]
 
 
 def name_of(group: object) -> str | None:

@@ -30,6 +30,7 @@ from ..group import default
 from ..group.group import Group
 from . import grid
 from .grid import Box
+from .mesh import group_named, mesh_of, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -135,9 +136,7 @@ class Partition:
         The mesh has the ranks in the grid's order. DTensor mixes up shards along a dimension in
         which the ranks do not ascend (PyTorch 2.13), which `to_dtensor` and `from_dtensor` refuse.
         """
-        from .mesh import mesh  # here: most programs never need it
-
-        return mesh(device_type, self._array.tolist(), names)
+        return mesh_of(device_type, self._array.tolist(), names)
 
     # ranks and cells
 
@@ -301,8 +300,6 @@ class Partition:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The integers, and what finds the group again where they are read."""
-        from .mesh import name_of
-
         if isinstance(self.group_handle, Group):
             raise WeftError(
                 "a partition of a weft.Group cannot be pickled, since nobody could find that "
@@ -331,8 +328,6 @@ class Partition:
 
 def _restore(shape: Shape, ranks: tuple[int, ...], name: str | None) -> Partition:
     """A partition that was pickled."""
-    from .mesh import group_named
-
     group = None if name is None else group_named(name)
     return object.__new__(Partition)._set(shape, ranks, group)
 
