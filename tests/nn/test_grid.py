@@ -52,7 +52,7 @@ def test_balanced(length, parts):
 def test_cells(shape):
     found = list(grid.cells(shape))
     assert len(found) == math.prod(shape)
-    assert [grid.ravel(index, shape) for index in found] == list(range(len(found)))
+    assert found == sorted(set(found))
 
 
 def test_boxes_of_uneven_parts():

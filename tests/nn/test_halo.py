@@ -16,7 +16,7 @@ import weft
 from weft import nn
 from weft.call import handshake
 from weft.nn.grid import cells
-from weft.testing import run, spmd
+from weft.testing import run
 
 MODES = {"zero": "constant", "periodic": "wrap"}
 WIDEST = 9
@@ -108,16 +108,6 @@ def test_margins_differ_from_rank_to_rank(case, eager):
 
     with mock.patch.object(handshake, "EAGER", eager):
         run(4, program)
-
-
-@spmd(2, on=("threads", "device"))
-def test_widths_may_be_an_array(group):
-    grid = weft.Partition((2, 1))
-    expected = nn.HaloExchange(grid, [(1, 2), (0, 1)]).spec
-    for kind in (np.array, torch.tensor):
-        assert nn.HaloExchange(grid, kind([[1, 2], [0, 1]])).spec == expected
-        by_cell = nn.HaloExchange(grid, lambda cell, kind=kind: kind([[1, 2], [0, 1]]))
-        assert by_cell.spec == expected
 
 
 @pytest.mark.parametrize("eager", [-1, handshake.EAGER])  # in messages, or in the handshake

@@ -22,7 +22,6 @@ def test_who_is_where(group):
     assert (grid.dim, grid.size, grid.rank) == (2, 4, group.rank)
     assert grid.index == {5: (0, 0), 0: (0, 1), 3: (1, 0), 1: (1, 1)}.get(group.rank)
     assert grid.active == (group.rank in (0, 1, 3, 5))
-    assert grid.rank_at((1, 0)) == grid.rank_at((-1, -2)) == 3
     if group.rank == 5:
         assert grid.keep(0).ranks == (5, 3) and grid.keep((1, 0)).ranks == (5, 3, 0, 1)
     if group.rank == 2:
@@ -58,7 +57,7 @@ def test_balanced_cuts(group):
     found = grid.boxes((5, 7, 2))
     assert list(found) == list(range(6))
     assert found[4] == Box((3, 3, 0), (5, 5, 2))
-    assert grid.box((5, 7, 2)) == found[group.rank] and grid.box((5, 7), 5).shape == (2, 2)
+    assert grid.box((5, 7, 2)) == found[group.rank] and grid.boxes((5, 7))[5].shape == (2, 2)
     assert P((2, 1)).boxes((3,)) == {0: Box((0,), (2,)), 1: Box((2,), (3,))}
 
 
@@ -128,23 +127,11 @@ def test_every_dtype(group, name):
     assert torch.equal(y.to(torch.complex128), wanted.to(torch.complex128))
 
 
-MOVES = {
-    "all_gather": lambda: nn.AllGather(P(3), 0),
-    "halo_exchange": lambda: nn.HaloExchange(P(3), 2),
-    "repartition": lambda: nn.Repartition(P((3, 1)), P((1, 3))),
-    "all_to_all": lambda: nn.AllToAll(P(3), (0, 1)),
-    "broadcast": lambda: nn.Broadcast(P(3), 0),
-}
-
-
-@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("side", [3, 300])  # with the handshake, and by itself
 @spmd(3, on=("threads", "device"))
-def test_what_torch_cannot_copy_is_an_error_on_every_rank(group, move, side):
-    layer = MOVES[move]()
+def test_what_torch_cannot_copy_is_an_error_on_every_rank(group, side):
+    layer = nn.AllGather(P(3), 0)
     square = torch.arange(side * side).to(torch.uint8).view(side, side) + group.rank
-    if move == "broadcast" and group.rank:
-        square = torch.empty(0, dtype=torch.uint8)
     expected = layer(square)
     for x in (square, square.t()):
         text = r"rank \d: .* of torch.uint4, which torch does not copy: pass x.view\(torch.uint8"

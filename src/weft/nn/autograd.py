@@ -220,13 +220,6 @@ class Moved:
 
 def _untakable(x: Tensor) -> str | None:
     """Why a layer cannot take a tensor, and the remedy; None if it can."""
-    if x.is_nested:
-        return "nested: pass its parts, or to_padded_tensor()"
-    if x.is_meta:
-        return "on the meta device, where there are no values: materialize it first"
-    if x.layout != torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
-        return f"{kind}: use weft.sparse_all_reduce and its kin for sparse ones, or to_dense()"
     if not serves(torch.clone, x.dtype):
         return f"of {x.dtype}, which torch does not copy: pass x.view(torch.uint8)"
     if type(x).__name__ == "DTensor":

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..base.errors import WeftError
 from ..base.tensors import Shape
-from .grid import Box, ravel, whole
+from .grid import Box, whole
 from .layer import Layer
 from .partition import Partition, are_grids, normal_dims, same_group
 from .plan import Plan, Side, between
@@ -65,12 +65,11 @@ class BroadcastSpec(Spec):
         small, large = self.source, self.target
         if self.summing:
             small, large = large, small
-        found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
+        by_cell: dict[Shape, list[int]] = {cell: [] for cell in small.cells.values()}
         for rank, cell in large.cells.items():
             places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
-            at = [0 if extent == 1 else place for place, extent in places]
-            found[small.ranks[ravel(at, small.shape)]].append(rank)
-        return found
+            by_cell[tuple(0 if extent == 1 else place for place, extent in places)].append(rank)
+        return dict(zip(small.ranks, by_cell.values(), strict=True))
 
     def _connected(self) -> Iterable[Sequence[int]]:
         return [(rank, *each) for rank, each in self.copies.items()]

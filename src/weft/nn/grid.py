@@ -129,16 +129,3 @@ def cells(shape: Sequence[int]) -> Iterable[Shape]:
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     return product(*map(range, shape))
-
-
-def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of a cell, in row-major order.
-
-    Example:
-        >>> ravel((1, 2), (2, 3))
-        5
-    """
-    number = 0
-    for at, extent in zip(index, shape, strict=True):
-        number = number * extent + at
-    return number

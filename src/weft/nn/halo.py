@@ -65,7 +65,6 @@ class HaloSpec(Spec):
         lengths = fitting(self.name, cells, shapes, dims)
         extents = [sum(each) for each in lengths]
         reach = _along(widest, len(extents))
-        self._check(extents, reach)
         widths_of = dict(zip(self.partition.ranks, self.width, strict=True))
         pieces: list[Piece] = []
         wanted: dict[int, Box] = {}
@@ -88,8 +87,18 @@ class HaloSpec(Spec):
             start, stop: the range, which begins the rank's tensor.
             extent: of the tensor.
             width: how far images reach before and behind the tensor, at most.
+
+        Raises:
+            WeftError: a margin is to hold images of a tensor that has nothing.
         """
-        if self.boundary == "zero" or start == stop:
+        if self.boundary == "zero":
+            return [(start, stop, 0)]
+        if not extent and any(width):
+            raise WeftError(
+                f"{self.name}: a halo of {max(width)} is to be {self.boundary}, and the tensor has "
+                "nothing there: use the boundary zero"
+            )
+        if start == stop:
             return [(start, stop, 0)]
         first, last = -width[0], extent + width[1]
         found = []
@@ -99,19 +108,6 @@ class HaloSpec(Spec):
             if low < high:
                 found.append((low, high, low - shift - start))
         return found
-
-    def _check(self, extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> None:
-        """Check that there is something to fill the margins with.
-
-        Raises:
-            WeftError: a margin is to hold images of a tensor that has nothing.
-        """
-        for dim, (extent, width) in enumerate(zip(extents, widths, strict=True)):
-            if self.boundary != "zero" and not extent and any(width):
-                raise WeftError(
-                    f"{self.name}: a halo of {max(width)} in dimension {dim} is to be "
-                    f"{self.boundary}, and the tensor has nothing there: use the boundary zero"
-                )
 
 
 class HaloExchange(Layer):
@@ -185,7 +181,6 @@ def _widths(partition: Partition, width: Any) -> Widths:
     Raises:
         WeftError: that is not what was given.
     """
-    width = getattr(width, "tolist", lambda: width)()  # of NumPy, or a tensor
     try:
         by_dim = width
         if not isinstance(width, Sequence):

@@ -17,14 +17,13 @@ import contextlib
 import functools
 import math
 import operator
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.errors import WeftError, entry
+from ..base.errors import WeftError, entry, summed_up
 from ..base.tensors import Shape
 from ..group import default
 from ..group.group import Group
@@ -35,7 +34,7 @@ from .mesh import group_named, mesh_of, name_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NAMED = 16  # ranks that are named in full
+_NAMED = 60  # bytes of ranks that are named in full
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -109,9 +108,9 @@ class Partition:
         """Another grid in the same group, of ranks that are known to be in it."""
         return object.__new__(Partition)._set(shape, ranks, self.group_handle)
 
-    def within(self, group: object) -> Partition:
-        """The same cells and ranks, as another group counts them; None: whatever is the default."""
-        return object.__new__(Partition)._set(self.shape, self.ranks, group)
+    def without_group(self) -> Partition:
+        """The same cells and ranks, in whatever is the default group."""
+        return object.__new__(Partition)._set(self.shape, self.ranks, None)
 
     @classmethod
     @entry
@@ -179,19 +178,6 @@ class Partition:
     def _array(self) -> np.ndarray[Any, Any]:
         """The ranks, as they stand in the grid."""
         return np.reshape(self.ranks, self.shape)
-
-    @entry
-    def rank_at(self, index: Sequence[int] | int) -> int:
-        """The rank of a cell; negative indices count from the end.
-
-        Raises:
-            WeftError: the grid has no such cell.
-        """
-        index = integers("rank_at", "index", index)
-        if len(index) == self.dim:
-            with contextlib.suppress(IndexError):
-                return int(self._array[index])
-        raise WeftError(f"a grid of {self.shape} has no cell {index}")
 
     # other grids
 
@@ -279,16 +265,15 @@ class Partition:
         found = grid.boxes(self.lengths(shape))
         return dict(zip(self.ranks, found, strict=True))
 
-    def box(self, shape: Sequence[int] | int, rank: int | None = None) -> Box:
-        """The box of one rank, by default this one, in the balanced cut of a tensor.
+    def box(self, shape: Sequence[int] | int) -> Box:
+        """The box of this rank in the balanced cut of a tensor.
 
         Raises:
-            WeftError: that rank is inactive.
+            WeftError: this rank is inactive.
         """
-        (rank,) = integers("box", "rank", self.rank if rank is None else rank)
-        if rank not in self.cells:
-            raise WeftError(f"rank {rank} has no part of a grid of ranks {self.ranks}")
-        return self.boxes(shape)[rank]
+        if not self.active:
+            raise WeftError(f"rank {self.rank} has no part of a grid of ranks {self.ranks}")
+        return self.boxes(shape)[self.rank]
 
     # as a value
 
@@ -313,16 +298,14 @@ class Partition:
 
     @property
     def brief(self) -> str:
-        """Shape and ranks in a few words, to compare grids by; more than 16 ranks as a digest."""
+        """Shape and ranks in a few words, to compare grids by; of many ranks a digest."""
         shape = "x".join(map(str, self.shape)) or "1"
         if self.ranks == tuple(range(self.ranks[0], self.ranks[0] + self.size)):
             last = self.ranks[-1]
             which = f"rank {last}" if self.size == 1 else f"ranks {self.ranks[0]} to {last}"
-        elif self.size <= _NAMED:
-            which = f"ranks {', '.join(map(str, self.ranks))}"
         else:
-            named = ", ".join(map(str, self.ranks[:_NAMED]))
-            which = f"ranks {named}, ... (digest {zlib.crc32(repr(self.ranks).encode()):08x})"
+            named = ", ".join(map(str, self.ranks))
+            which = summed_up(f"ranks {named}", _NAMED, f"ranks {named[:_NAMED]}...")
         return f"{shape} of {which}"
 
 

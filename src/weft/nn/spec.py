@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import abc
 import functools
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from ..base.errors import WeftError
+from ..base.errors import WeftError, summed_up
 from ..base.tensors import Shape
 from .grid import Box, balanced
 from .partition import Partition, lengths_of
@@ -28,6 +27,9 @@ Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
 
 CheckedLengths = tuple[Shape | None, ...] | None
+
+
+_SPELLED = 150  # bytes of settings that are compared as text
 
 
 @dataclass(frozen=True)
@@ -103,22 +105,18 @@ class Spec(abc.ABC):
     def arguments(self) -> str:
         """`settings`, shortened to a digest where they are long."""
         found = self.settings()
-        return found if len(found) < 200 else f"{found[:150]}... {zlib.crc32(found.encode()):08x}"
+        return summed_up(found, _SPELLED, f"{found[:_SPELLED]}...")
 
     @functools.cached_property
     def grids(self) -> str:
         """The partitions, as text that the ranks compare."""
         return " and ".join(each.brief for each in self.partitions)
 
-    def within(self, group: object) -> Spec:
-        """The same spec in another group, whose ranks have the same numbers."""
-        grids = {name: each.within(group) for name, each in self._grids.items()}
-        return replace(self, **grids)
-
     @functools.cached_property
     def integers(self) -> Spec:
         """The same spec without its group: caches that keep it must not keep it open."""
-        return self.within(None)
+        grids = {name: each.without_group() for name, each in self._grids.items()}
+        return replace(self, **grids)
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,7 +4,6 @@ from .checkpoints import load_sharded_state, sharded_state
 from .tables import (
     ShardedEmbedding,
     ShardedEmbeddingBag,
-    ShardedTable,
     shard_embeddings,
     sharded_lookup,
 )
@@ -12,7 +11,6 @@ from .tables import (
 __all__ = [
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
-    "ShardedTable",
     "load_sharded_state",
     "shard_embeddings",
     "sharded_lookup",
