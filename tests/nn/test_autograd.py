@@ -214,15 +214,6 @@ def test_layers_travel(group):
     assert pickle.loads(pickle.dumps(partition)) == partition
 
 
-@spmd(1, on=("threads",))  # a process has one profiler
-def test_a_profile_names_what_moves(group):
-    layer = weft.nn.AllGather(weft.Partition(1), 0)
-    with torch.profiler.profile() as profile:
-        layer(torch.ones(2, requires_grad=True)).sum().backward()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["weft::AllGather"] == counts["weft::AllGather backward"] == 1
-
-
 @spmd(2, on=("processes",))
 @pytest.mark.parametrize("extent", [2, 100_000])
 def test_a_call_of_a_layer_is_one_range_however_large_its_tensor_is(group, extent):

@@ -1,4 +1,4 @@
-"""Sharded tables give what torch's give, replicated: rows, gradients, training, checkpoints."""
+"""Sharded tables give what torch's give, replicated: rows, gradients, training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -162,6 +161,8 @@ CLIPPED = {
     "a copy": (copy.deepcopy, nn.Module.parameters),
     "unpickled": (lambda model: pickle.loads(pickle.dumps(model)), nn.Module.parameters),
     "replaced": (emptied, nn.Module.parameters),
+    "the table alone": (lambda model: model, lambda model: list(model[0].parameters())),
+    "the rest alone": (lambda model: model, lambda model: list(model[1].parameters())),
 }
 
 
@@ -187,28 +188,14 @@ def test_clipping_takes_the_norm_of_all_ranks_rows(ranks, p, given):
 
     found = run(ranks, program)
     whole(places).square().sum().backward()
-    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, p)
+    clipped = passed(whole)
+    if isinstance(clipped, nn.Module):
+        clipped = clipped.parameters()
+    norm = nn.utils.clip_grad_norm_(clipped, 0.1, p)
     for each, _, dense in found:
         torch.testing.assert_close(each, norm)
-        assert torch.equal(dense, found[0][2])
+        torch.testing.assert_close(dense, whole[1].weight.grad)
     torch.testing.assert_close(sum(rows for _, rows, _ in found), whole[0].weight.grad)
-
-
-@spmd(1, 3)
-def test_clipping_the_parameters_of_two_optimizers(group):
-    whole = nn.Sequential(nn.Embedding(10, DIM), nn.Linear(DIM, 1))
-    for parameter in whole.parameters():
-        nn.init.constant_(parameter, 0.5)
-    model = weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=1, group=group)
-    for each in (whole, model):
-        each(torch.tensor([9, 0, 3, 9])).square().sum().backward()
-    for mine, theirs in zip(model, whole, strict=True):
-        norm = weft.clip_grad_norm_(list(mine.parameters()), 0.1)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
-    first = model[0].first
-    own = whole[0].weight.grad[first : first + len(model[0].weight)]
-    torch.testing.assert_close(model[0].weight.grad.to_dense(), own)
-    torch.testing.assert_close(model[1].weight.grad, whole[1].weight.grad)
 
 
 def set_on(table, name, value):
@@ -226,20 +213,25 @@ def with_gradient(table):
     return functools.partial(setattr, table.weight, "grad", None)
 
 
+HOOKS = {
+    "_forward_hooks": "register_forward_hook",
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "own _backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+    "_state_dict_hooks": "register_state_dict_post_hook",
+    "_state_dict_pre_hooks": "register_state_dict_pre_hook",
+    "_load_state_dict_pre_hooks": "register_load_state_dict_pre_hook",
+    "_load_state_dict_post_hooks": "register_load_state_dict_post_hook",
+}
+
+
+def hooked(method, table):
+    return getattr(table, method)(nothing).remove
+
+
 # what somebody hangs on a table, by what it is called; the function that takes it off
 HUNG = {
-    "_forward_hooks": lambda table: table.register_forward_hook(nothing).remove,
-    "_forward_pre_hooks": lambda table: table.register_forward_pre_hook(nothing).remove,
-    "own _backward_hooks": lambda table: table.register_full_backward_hook(nothing).remove,
-    "_backward_pre_hooks": lambda table: table.register_full_backward_pre_hook(nothing).remove,
-    "_state_dict_hooks": lambda table: table.register_state_dict_post_hook(nothing).remove,
-    "_state_dict_pre_hooks": lambda table: table.register_state_dict_pre_hook(nothing).remove,
-    "_load_state_dict_pre_hooks": (
-        lambda table: table.register_load_state_dict_pre_hook(nothing).remove
-    ),
-    "_load_state_dict_post_hooks": (
-        lambda table: table.register_load_state_dict_post_hook(nothing).remove
-    ),
+    **{what: functools.partial(hooked, method) for what, method in HOOKS.items()},
     "weight, _backward_hooks": lambda table: table.weight.register_hook(nothing).remove,
     "weight, _post_accumulate_grad_hooks": (
         lambda table: table.weight.register_post_accumulate_grad_hook(nothing).remove
@@ -584,13 +576,13 @@ def test_the_large_tables_of_a_model_are_cut():
     run(2, program)
 
 
-def train(folder, first, steps, cut=True, fsdp=False):
-    """Losses of some steps, from a checkpoint where they are not the first; and the table."""
+def train(cut=True, fsdp=False):
+    """Losses of some steps, and the table."""
     with weft.init():  # whose group outlives the model
-        return _train(folder, first, steps, cut, fsdp)
+        return _train(cut, fsdp)
 
 
-def _train(folder, first, steps, cut, fsdp):
+def _train(cut, fsdp):
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model()
     if cut:
@@ -602,41 +594,23 @@ def _train(folder, first, steps, cut, fsdp):
     else:
         trained = DistributedDataParallel(model)
     update = torch.optim.Adagrad(model.parameters(), lr=0.1)
-
-    if first:
-        loaded = weft.nn.sharded_state(model, update)
-        dcp.load(loaded, checkpoint_id=folder)
-        weft.nn.load_sharded_state(model, update, loaded)
     losses = []
-    for step in range(first, first + steps):
+    for step in range(3):
         ids = torch.randint(10, (8, 2), generator=torch.Generator().manual_seed(step))
         loss = trained(ids.chunk(size)[rank]).square().mean()
         update.zero_grad()
         loss.backward()
         update.step()
         losses.append(weft.all_reduce(loss.detach(), "avg").item())
-    if folder and not first:
-        dcp.save(weft.nn.sharded_state(model, update), checkpoint_id=folder)
     return losses, model.table.to_dense() if cut else model.table.weight.detach()
 
 
-def alike(found, wanted):
-    for (losses, table), (others, other) in zip(found, wanted[:1] * len(found), strict=True):
-        assert losses == pytest.approx(others, rel=1e-5)
-        torch.testing.assert_close(table, other)
-
-
 def test_the_dense_part_is_carried_by_others():
-    wanted = processes(2, train, None, 0, 3, False)
+    (others, other), _ = processes(2, train, False)
     for fsdp in (False, True):
-        alike(processes(2, train, None, 0, 3, True, fsdp), wanted)
-
-
-def test_a_checkpoint_of_four_ranks_is_loaded_by_others(tmp_path):
-    processes(4, train, tmp_path, 0, 2)
-    wanted = [(losses[2:], table) for losses, table in processes(2, train, None, 0, 4)]
-    for ranks in (2, 8):
-        alike(processes(ranks, train, tmp_path, 2, 2), wanted)
+        for losses, table in processes(2, train, True, fsdp):
+            assert losses == pytest.approx(others, rel=1e-5)
+            torch.testing.assert_close(table, other)
 
 
 # what a rank has in place of its 5 rows, and what is said of it
@@ -876,18 +850,6 @@ def leave_tied_shards_alone():
 
 def test_no_wrapper_overwrites_a_shard_with_several_names():
     processes(2, leave_tied_shards_alone)
-
-
-@spmd(2)
-def test_a_weight_without_elements_is_told_to_all(group):
-    table = weft.nn.ShardedEmbedding(4, DIM)
-    weight = table.weight
-    if group.rank == 1:
-        table.weight = nn.Parameter(weight.to("meta"))
-    with pytest.raises(weft.WeftError, match=r"rank 1: .*meta"):
-        table(torch.tensor([1, 2]))
-    table.weight = weight
-    assert table(torch.tensor([1, 2])).shape == (2, DIM)
 
 
 def test_torch_calls_weft_of_new_modules_only_while_a_sharded_table_is_alive():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -68,6 +69,10 @@ def sparse_adam(model):
     return [optim.SparseAdam(model.tables(), lr=0.1), optim.AdamW(model.dense(), lr=0.1)]
 
 
+def sgd_and_sparse_adam(model):
+    return [optim.SGD(model.dense(), lr=0.1), optim.SparseAdam(model.tables(), lr=0.1)]
+
+
 # whether gradients of tables are sparse, and the optimizers of a model
 OPTIMIZERS = {
     "momentum": (False, of_all(optim.SGD, momentum=0.9, weight_decay=0.1)),
@@ -82,6 +87,8 @@ OPTIMIZERS = {
     "NAdam": (False, of_all(optim.NAdam, weight_decay=0.1)),
     "Rprop": (False, of_all(optim.Rprop)),
     "ASGD": (False, of_all(optim.ASGD, weight_decay=0.1, t0=2)),
+    "SGD": (True, of_all(optim.SGD)),  # which keeps nothing
+    "SGD and SparseAdam": (True, sgd_and_sparse_adam),
 }
 
 
@@ -180,23 +187,26 @@ def test_it_goes_on_with_any_number_of_ranks(kind, when, savers, loaders):
     run(loaders, load, whole(run(savers, save)))
 
 
-def by_torch(folder, kinds):
-    """The same with torch.distributed.checkpoint, all at once."""
+def by_torch(folder):
+    """The same with torch.distributed.checkpoint, all at once; kinds in turn."""
     with weft.init() as group:
         groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
-        for kind in kinds:
-            for savers, loaders in ((1, 3), (4, 2)):
-                place = f"{folder}/{kind} {savers}"
-                if group.rank < savers:
-                    members = groups[savers]
-                    model, optimizers = made(kind, members)
-                    train(model, optimizers, range(ALL_AT_ONCE), members, group.rank, savers)
-                    state = weft.nn.sharded_state(model, optimizers)
-                    dcp.save(state, checkpoint_id=place, process_group=members)
-                weft.barrier()
-                if group.rank < loaders:
-                    load_by_torch(kind, place, groups[loaders], group.rank, loaders)
-                weft.barrier()
+        kinds = itertools.cycle(
+            ("sparse momentum", "SparseAdam", "NAdam", "sparse Adagrad", "SGD and SparseAdam")
+        )
+        for savers, loaders in itertools.product(groups, groups):
+            kind = next(kinds)
+            place = f"{folder}/{savers} {loaders}"
+            if group.rank < savers:
+                members = groups[savers]
+                model, optimizers = made(kind, members)
+                train(model, optimizers, range(ALL_AT_ONCE), members, group.rank, savers)
+                state = weft.nn.sharded_state(model, optimizers)
+                dcp.save(state, checkpoint_id=place, process_group=members)
+            weft.barrier()
+            if group.rank < loaders:
+                load_by_torch(kind, place, groups[loaders], group.rank, loaders)
+            weft.barrier()
 
 
 def load_by_torch(kind, place, members, rank, size):
@@ -208,4 +218,4 @@ def load_by_torch(kind, place, members, rank, size):
 
 
 def test_it_goes_on_from_a_checkpoint_of_torch(tmp_path):
-    processes(4, by_torch, tmp_path, ["sparse momentum", "SparseAdam", "NAdam"])
+    processes(4, by_torch, tmp_path)

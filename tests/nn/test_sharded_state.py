@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import warnings
 from collections import deque
@@ -22,8 +21,6 @@ import weft
 from weft.testing import processes, spmd
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
-
-SAVED = ((2, 5), (3, 7), (4, 5))  # ranks and rows; of 4 ranks the last has one row, or none
 
 
 class Model(nn.Module):
@@ -59,9 +56,9 @@ OPTIMIZERS = {
 }
 
 
-def made(rows, kind, group=None):
+def made(rows, kind):
     model = Model(rows)
-    weft.nn.shard_embeddings(model, min_rows=rows, group=group)
+    weft.nn.shard_embeddings(model, min_rows=rows)
     updates = OPTIMIZERS[kind](model)
     return model, updates
 
@@ -70,10 +67,10 @@ def as_list(updates):
     return updates if isinstance(updates, list) else [updates]
 
 
-def train(model, updates, steps, group=None):
+def train(model, updates, steps):
     """Losses of some steps, over the same words on any number of ranks."""
     losses = []
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(model.table.num_embeddings, (12, 2), generator=generator)
@@ -81,55 +78,14 @@ def train(model, updates, steps, group=None):
         for update in as_list(updates):
             update.zero_grad()
         loss.backward()
-        weft.sync_grads(model, group=group)
+        weft.sync_grads(model)
         for update in as_list(updates):
             update.step()
-        losses.append(weft.all_reduce(loss.detach(), "avg", group).item())
+        losses.append(weft.all_reduce(loss.detach(), "avg").item())
     return losses
 
 
-def go_on_with_other_numbers_of_ranks(folder):
-    """Saved by the first ranks, so many, and loaded by fewer, as many, and more; kinds in turn."""
-    with weft.init() as group:
-        groups = {size: dist.new_group(range(size)) for size in (2, 3, 4)}
-        kinds = itertools.cycle(OPTIMIZERS)
-        for (savers, rows), size in itertools.product(SAVED, groups):
-            kind = next(kinds)
-            place = f"{folder}/{savers} {rows} {size}"
-            wanted = [None]
-            if group.rank < savers:
-                wanted = [save_and_go_on(place, rows, kind, groups[savers])]
-            dist.broadcast_object_list(wanted)
-            if group.rank < size:
-                load_and_go_on(place, rows, kind, groups[size], *wanted[0])
-            weft.barrier()
-
-
-def save_and_go_on(place, rows, kind, group):
-    """The losses after a checkpoint, as if it had not been made, and the table at the end."""
-    model, updates = made(rows, kind, group)
-    train(model, updates, range(3), group)
-    dcp.save(weft.nn.sharded_state(model, updates), checkpoint_id=place, process_group=group)
-    return train(model, updates, range(3, 6), group), model.table.to_dense()
-
-
-def load_and_go_on(place, rows, kind, group, losses, table):
-    model, updates = made(rows, kind, group)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = weft.nn.sharded_state(model, updates)
-    dcp.load(state, checkpoint_id=place, process_group=group)
-    weft.nn.load_sharded_state(model, updates, state)
-    assert train(model, updates, range(3, 6), group) == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(model.table.to_dense(), table)
-
-
-def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path):
-    processes(4, go_on_with_other_numbers_of_ranks, tmp_path)
-
-
-def leave_alone():
+def leave_alone(_):
     """What is asked of new optimizers, and under a wrapper, changes neither them nor gradients."""
     model, updates = made(7, "sparse adam and adamw")
     wrapped = DistributedDataParallel(model)
@@ -214,7 +170,8 @@ def test_a_training_that_goes_back_keeps_nothing_of_what_was_new_then():
         assert not update.state
 
 
-def momentum():
+def keep_momenta_sparse(_):
+    """They are dense in a state."""
     model, update = made(7, "momentum")
     train(model, update, range(2))
     state = weft.nn.sharded_state(model, update)
@@ -224,7 +181,7 @@ def momentum():
     assert not state["optimizer"]["state"]["small.weight"]["momentum_buffer"].is_sparse
 
 
-def from_whole():
+def load_whole_tables(_):
     """State of one process, whose tables were whole."""
     whole = Model(7)
     updates = OPTIMIZERS["sparse adam and adamw"](whole)
@@ -236,17 +193,6 @@ def from_whole():
     losses = train(model, others, range(2, 4))
     assert losses == pytest.approx(train(whole, updates, range(2, 4)), rel=1e-5)
     torch.testing.assert_close(model.table.to_dense(), whole.table.weight.detach())
-
-
-def on_two_ranks():
-    with weft.init():
-        leave_alone()
-        momentum()
-        from_whole()
-
-
-def test_new_optimizers_sparse_momenta_and_whole_tables():
-    processes(2, on_two_ranks)
 
 
 @spmd(1, 2)
@@ -277,107 +223,85 @@ NAMES = ("before.weight", "model.table.weight", "behind.0")
 
 def save_and_load_tied(folder):
     """Rows of each rank, under each name."""
-    with weft.init():
-        for kind in ("momentum", "sparse adam and sgd"):
-            whole, updates = tied(7, kind)
-            train(whole["model"], updates, range(2))
-            wanted = whole["model"].table.to_dense()
-            state = weft.nn.sharded_state(whole, updates)
-            for name in NAMES:
-                assert isinstance(state["model"][name], DTensor), name
-                assert state["model"][name].shape == (7, 3)
-            dcp.save(state, checkpoint_id=f"{folder}/{kind}")
-            losses = train(whole["model"], updates, range(2, 4))
+    for kind in ("momentum", "sparse adam and sgd"):
+        whole, updates = tied(7, kind)
+        train(whole["model"], updates, range(2))
+        wanted = whole["model"].table.to_dense()
+        state = weft.nn.sharded_state(whole, updates)
+        for name in NAMES:
+            assert isinstance(state["model"][name], DTensor), name
+            assert state["model"][name].shape == (7, 3)
+        dcp.save(state, checkpoint_id=f"{folder}/{kind}")
+        losses = train(whole["model"], updates, range(2, 4))
 
-            other, updates = tied(7, kind)
-            with torch.no_grad():
-                other["model"].table.weight.zero_()
-            state = weft.nn.sharded_state(other, updates)
-            dcp.load(state, checkpoint_id=f"{folder}/{kind}")
-            weft.nn.load_sharded_state(other, updates, state)
-            assert other["before"].weight is other["model"].table.weight
-            assert torch.equal(other["model"].table.to_dense(), wanted)
-            assert train(other["model"], updates, range(2, 4)) == pytest.approx(losses, rel=1e-5)
+        other, updates = tied(7, kind)
+        with torch.no_grad():
+            other["model"].table.weight.zero_()
+        state = weft.nn.sharded_state(other, updates)
+        dcp.load(state, checkpoint_id=f"{folder}/{kind}")
+        weft.nn.load_sharded_state(other, updates, state)
+        assert other["before"].weight is other["model"].table.weight
+        assert torch.equal(other["model"].table.to_dense(), wanted)
+        assert train(other["model"], updates, range(2, 4)) == pytest.approx(losses, rel=1e-5)
 
-            for name in NAMES:  # a state of whole tables
-                state["model"][name] = 2 * wanted
-            weft.nn.load_sharded_state(other, updates, state)
-            assert torch.equal(other["model"].table.to_dense(), 2 * wanted)
-            assert not other["before"]._state_dict_hooks  # the calls leave none behind
-            assert not other["before"]._load_state_dict_pre_hooks
-
-
-def test_a_shard_with_several_names_is_saved_and_loaded_as_one(tmp_path):
-    processes(2, save_and_load_tied, tmp_path)
+        for name in NAMES:  # a state of whole tables
+            state["model"][name] = 2 * wanted
+        weft.nn.load_sharded_state(other, updates, state)
+        assert torch.equal(other["model"].table.to_dense(), 2 * wanted)
+        assert not other["before"]._state_dict_hooks  # the calls leave none behind
+        assert not other["before"]._load_state_dict_pre_hooks
 
 
-def outside_of_the_model():
+def outside_of_the_model(_):
     """What has a table's weight, but not the table, has it as a DTensor, too."""
-    with weft.init():
-        model, _ = made(7, "momentum")
-        weights = nn.ParameterList([model.table.weight])
-        update = torch.optim.SparseAdam(weights.parameters())
-        state = weft.nn.sharded_state(weights, update)
-        assert isinstance(state["model"]["0"], DTensor)
-        assert state["optimizer"]["state"]["0"]["exp_avg"].shape == (7, 3)
-        weft.nn.load_sharded_state(weights, update, state)
+    model, _ = made(7, "momentum")
+    weights = nn.ParameterList([model.table.weight])
+    update = torch.optim.SparseAdam(weights.parameters())
+    state = weft.nn.sharded_state(weights, update)
+    assert isinstance(state["model"]["0"], DTensor)
+    assert state["optimizer"]["state"]["0"]["exp_avg"].shape == (7, 3)
+    weft.nn.load_sharded_state(weights, update, state)
 
 
-def test_a_shard_outside_of_its_table_is_saved_and_loaded():
-    processes(2, outside_of_the_model)
-
-
-def make_no_dtensor_of_other_rows():
+def make_no_dtensor_of_other_rows(_):
     """A checkpoint would have rows in wrong places, or too few."""
-    with weft.init():
-        table = weft.nn.ShardedEmbedding(6, 3)
-        update = torch.optim.SGD(table.parameters(), lr=0.1)
-        rank = dist.get_rank()
-        pickled = [None] * 2
-        dist.all_gather_object(pickled, pickle.dumps(table))
-        swapped = pickle.loads(pickled[1 - rank])
-        with pytest.raises(weft.WeftError, match=rf"that of rank {1 - rank} of 2, and not of rank"):
-            swapped.state_dict()
-        with pytest.raises(weft.WeftError, match=r"tensor has shape \(2,\): it must have \(3,\)"):
-            table.as_dtensor(torch.zeros(2))
-        table.weight.data = table.weight.data[:2]
-        for call in (
-            table.as_dtensor,
-            table.state_dict,
-            lambda: weft.nn.sharded_state(table, update),
-        ):
-            with pytest.raises(
-                weft.WeftError, match=r"weight has shape \(2, 3\): it must have \(3, 3"
-            ):
-                call()
-
-
-def test_other_rows_than_this_ranks_are_no_dtensor():
-    processes(2, make_no_dtensor_of_other_rows)
+    table = weft.nn.ShardedEmbedding(6, 3)
+    update = torch.optim.SGD(table.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    pickled = [None] * 2
+    dist.all_gather_object(pickled, pickle.dumps(table))
+    swapped = pickle.loads(pickled[1 - rank])
+    with pytest.raises(weft.WeftError, match=rf"that of rank {1 - rank} of 2, and not of rank"):
+        swapped.state_dict()
+    with pytest.raises(weft.WeftError, match=r"tensor has shape \(2,\): it must have \(3,\)"):
+        table.as_dtensor(torch.zeros(2))
+    table.weight.data = table.weight.data[:2]
+    for call in (
+        table.as_dtensor,
+        table.state_dict,
+        lambda: weft.nn.sharded_state(table, update),
+    ):
+        with pytest.raises(weft.WeftError, match=r"weight has shape \(2, 3\): it must have \(3, 3"):
+            call()
 
 
 def save_and_load_the_model_alone(folder):
     """Of a checkpoint of the model alone, and of one with an optimizer's state."""
-    with weft.init():
-        for optimizers in (lambda model: [], OPTIMIZERS["adagrad"]):
-            model, _ = made(7, "sgd")
-            place = f"{folder}/{len(as_list(optimizers(model)))}"
-            dcp.save(weft.nn.sharded_state(model, optimizers(model)), checkpoint_id=place)
-            wanted = model.table.to_dense()
-            with torch.no_grad():
-                model.table.weight.zero_()
-            state = weft.nn.sharded_state(model, [])
-            assert state["optimizer"] == {}
-            dcp.load(state, checkpoint_id=place)
-            weft.nn.load_sharded_state(model, [], state)
-            assert torch.equal(model.table.to_dense(), wanted)
-        state["optimizer"] = weft.nn.sharded_state(model, OPTIMIZERS["adagrad"](model))["optimizer"]
-        weft.nn.load_sharded_state(model, iter([]), state)
+    for optimizers in (lambda model: [], OPTIMIZERS["adagrad"]):
+        model, _ = made(7, "sgd")
+        place = f"{folder}/{len(as_list(optimizers(model)))}"
+        dcp.save(weft.nn.sharded_state(model, optimizers(model)), checkpoint_id=place)
+        wanted = model.table.to_dense()
+        with torch.no_grad():
+            model.table.weight.zero_()
+        state = weft.nn.sharded_state(model, [])
+        assert state["optimizer"] == {}
+        dcp.load(state, checkpoint_id=place)
+        weft.nn.load_sharded_state(model, [], state)
         assert torch.equal(model.table.to_dense(), wanted)
-
-
-def test_a_model_is_saved_and_loaded_without_optimizers(tmp_path):
-    processes(2, save_and_load_the_model_alone, tmp_path)
+    state["optimizer"] = weft.nn.sharded_state(model, OPTIMIZERS["adagrad"](model))["optimizer"]
+    weft.nn.load_sharded_state(model, iter([]), state)
+    assert torch.equal(model.table.to_dense(), wanted)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -405,29 +329,46 @@ def test_what_may_be_of_a_ranks_rows_alone_is_refused_on_all(group, rows):
             weft.nn.sharded_state(table, optimizer)
 
 
-def save_after_evaluation():
+def save_after_evaluation(_):
     """FSDP2's root keeps what it has gathered until a backward."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    weft.nn.shard_embeddings(model, 1)
+    fully_shard(model[1])
+    fully_shard(model, ignored_params={model[0].weight})
+    optimizer = torch.optim.Adagrad(model.parameters())
+    ids = torch.tensor([1, 3])
+    model(ids).sum().backward()
+    optimizer.step()
+    wanted = weft.nn.sharded_state(model, optimizer)
+    with torch.no_grad():
+        model(ids)
+    state = weft.nn.sharded_state(model, optimizer)
+    assert state["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
+    with torch.no_grad():
+        model(ids)
+    weft.nn.load_sharded_state(model, optimizer, state)
+
+
+def begun(program, folder):
     with weft.init():
-        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        weft.nn.shard_embeddings(model, 1)
-        fully_shard(model[1])
-        fully_shard(model, ignored_params={model[0].weight})
-        optimizer = torch.optim.Adagrad(model.parameters())
-        ids = torch.tensor([1, 3])
-        model(ids).sum().backward()
-        optimizer.step()
-        wanted = weft.nn.sharded_state(model, optimizer)
-        with torch.no_grad():
-            model(ids)
-        state = weft.nn.sharded_state(model, optimizer)
-        assert state["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
-        with torch.no_grad():
-            model(ids)
-        weft.nn.load_sharded_state(model, optimizer, state)
+        program(folder)
 
 
-def test_a_model_of_fsdp2_is_saved_after_an_evaluation():
-    processes(2, save_after_evaluation)
+@pytest.mark.parametrize(
+    "program",
+    [
+        leave_alone,
+        keep_momenta_sparse,
+        load_whole_tables,
+        save_and_load_tied,
+        outside_of_the_model,
+        make_no_dtensor_of_other_rows,
+        save_and_load_the_model_alone,
+        save_after_evaluation,
+    ],
+)
+def test_on_two_ranks(program, tmp_path):
+    processes(2, begun, program, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process serves here
@@ -483,42 +424,38 @@ def test_settings_of_a_checkpoint_that_ask_for_more_state(
         weft.nn.load_sharded_state(model, alike, state)
 
 
+def refuses(text, call, *arguments):
+    with pytest.raises(weft.WeftError, match=text):
+        call(*arguments)
+
+
 def test_what_is_wrong_is_said():
     with weft.init():
+        save, load = weft.nn.sharded_state, weft.nn.load_sharded_state
         model, update = made(7, "adagrad")
-        state = weft.nn.sharded_state(model, update)
+        state = save(model, update)
         for given, text in (
             ((None, update), "model is a NoneType: pass a torch.nn.Module"),
             ((model, None), "optimizers has a NoneType: pass a torch.optim.Optimizer"),
             ((model, [update, model]), "optimizers has a Model: pass"),
         ):
-            with pytest.raises(weft.WeftError, match=text):
-                weft.nn.sharded_state(*given)
-            with pytest.raises(weft.WeftError, match=text):
-                weft.nn.load_sharded_state(*given, state)
-        with pytest.raises(weft.WeftError, match=r"state has \['model'\]: pass what sharded_state"):
-            weft.nn.load_sharded_state(model, update, {"model": state["model"]})
-        with pytest.raises(weft.WeftError, match="state has NoneType"):
-            weft.nn.load_sharded_state(model, update, None)
-        with pytest.raises(weft.WeftError, match=r"is of no optimizers: pass \[\] for"):
-            weft.nn.load_sharded_state(model, update, weft.nn.sharded_state(model, []))
+            refuses(text, save, *given)
+            refuses(text, load, *given, state)
+        text = r"state has \['model'\]: pass what sharded_state"
+        refuses(text, load, model, update, {"model": state["model"]})
+        refuses("state has NoneType", load, model, update, None)
+        refuses(r"is of no optimizers: pass \[\] for", load, model, update, save(model, []))
         other, adam = made(7, "sparse adam and adamw")
-        with pytest.raises(weft.WeftError, match="their groups of parameters differ"):
-            weft.nn.load_sharded_state(other, adam, state)
+        refuses("their groups of parameters differ", load, other, adam, state)
         lbfgs = torch.optim.LBFGS(model.parameters())
-        with pytest.raises(
-            weft.WeftError, match=r"LBFGS keeps nothing of a parameter of shape \(7"
-        ):
-            weft.nn.sharded_state(model, lbfgs)
+        refuses(r"LBFGS keeps nothing of a parameter of shape \(7", save, model, lbfgs)
         assert not lbfgs.state and all(each.requires_grad for each in model.parameters())
         momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with pytest.raises(
-            weft.WeftError, match=r"has step, sum of '.*', of which these .* keep momentum_buffer: "
-        ):
-            weft.nn.load_sharded_state(model, momentum, state)
+        text = r"has step, sum of '.*', of which these .* keep momentum_buffer: "
+        refuses(text, load, model, momentum, state)
         assert not momentum.state and momentum.param_groups[0]["lr"] == 0.1
-        with pytest.raises(weft.WeftError, match=r"a tensor of shape \(1, .* of a shard of shape"):
-            weft.nn.sharded_state(model, torch.optim.Adafactor(model.parameters()))
+        factored = torch.optim.Adafactor(model.parameters())
+        refuses(r"a tensor of shape \(1, .* of a shard of shape", save, model, factored)
         of_table, of_whole = (momentum.state[each.weight] for each in (model.table, model.out))
         for kind, keep in (
             ("list", lambda tensor: [tensor]),
@@ -526,58 +463,45 @@ def test_what_is_wrong_is_said():
             ("tuple", lambda tensor: (tensor,)),
         ):
             of_table["seconds"] = keep(torch.ones(2, 2))
-            with pytest.raises(
-                weft.WeftError, match=rf"shape \(2, 2\) in a {kind} of a shard of shape"
-            ):
-                weft.nn.sharded_state(model, momentum)
+            refuses(rf"shape \(2, 2\) in a {kind} of a shard of shape", save, model, momentum)
         for unknown, text in ((deque([torch.ones(7)]), "deque"), ({"0": {3}}, "set in a dict")):
             of_table["seconds"] = unknown
-            with pytest.raises(weft.WeftError, match=f"keeps a {text} of a shard of"):
-                weft.nn.sharded_state(model, momentum)
+            refuses(f"keeps a {text} of a shard of", save, model, momentum)
         of_table["seconds"] = of_whole["seconds"] = [1, None, {"0": 3.5}, torch.tensor(2.0)]
         of_whole["more"] = deque([torch.ones(2, 2)])
-        weft.nn.load_sharded_state(model, momentum, weft.nn.sharded_state(model, momentum))
+        load(model, momentum, save(model, momentum))
         assert momentum.state[model.table.weight]["seconds"] == of_table["seconds"]
         assert momentum.state[model.out.weight].keys() == of_whole.keys()
         momentum.state.clear()
         momentum.state["global"] = {"k": 1}
-        with pytest.raises(weft.WeftError, match="keeps a state of 'global', which is none of"):
-            weft.nn.sharded_state(model, momentum)
-        with pytest.raises(weft.WeftError, match=r"two optimizers train 'table.weight', of which"):
-            weft.nn.sharded_state(model, [update, torch.optim.SGD([model.table.weight])])
+        refuses("keeps a state of 'global', which is none of", save, model, momentum)
+        of_the_table = torch.optim.SGD([model.table.weight])
+        text = r"two optimizers train 'table.weight', of which"
+        refuses(text, save, model, [update, of_the_table])
         moved = torch.optim.SGD([model.out.weight])
         moved.state[model.table.weight]["seconds"] = 1.0
-        alone = torch.optim.SGD([model.table.weight])
-        for several in ([moved, alone], [alone, moved]):
-            with pytest.raises(weft.WeftError, match=r"SGD keeps a state of 'table.weight', which"):
-                weft.nn.sharded_state(model, several)
+        for several in ([moved, of_the_table], [of_the_table, moved]):
+            refuses(r"SGD keeps a state of 'table.weight', which", save, model, several)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's
             twice = torch.optim.SGD([model.out.weight, model.out.weight])
-        with pytest.raises(weft.WeftError, match=r"SGD trains 'out.weight' twice: pass each"):
-            weft.nn.sharded_state(model, twice)
-        weft.nn.sharded_state(model, [update, update])
+        refuses(r"SGD trains 'out.weight' twice: pass each", save, model, twice)
+        save(model, [update, update])
         moved.state.clear()
         moved.state["global"] = torch.ones(3)
-        with pytest.raises(weft.WeftError, match="keeps a state of 'global', which is none of"):
-            weft.nn.sharded_state(model, moved)
+        refuses("keeps a state of 'global', which is none of", save, model, moved)
         del moved.state["global"]
         assert not moved.state[model.table.weight]  # which makes an entry
-        weft.nn.sharded_state(model, moved)
+        save(model, moved)
         foreign = torch.optim.SGD(Model(7).parameters())
-        with pytest.raises(
-            weft.WeftError, match=r"SGD trains a parameter of shape .* that the model"
-        ):
-            weft.nn.sharded_state(model, foreign)
+        refuses(r"SGD trains a parameter of shape .* that the model", save, model, foreign)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        filled = weft.nn.sharded_state(model, plain)
+        filled = save(model, plain)
         assert filled["optimizer"].pop("state") == {}  # as torch's dcp_to_torch_save leaves it out
-        weft.nn.load_sharded_state(model, plain, filled)
+        load(model, plain, filled)
         filled["optimizer"]["state"] = None
-        with pytest.raises(weft.WeftError, match="is not of these optimizers"):
-            weft.nn.load_sharded_state(model, plain, filled)
-        weft.nn.load_sharded_state(model, [], {"model": filled["model"]})
+        refuses("is not of these optimizers", load, model, plain, filled)
+        load(model, [], {"model": filled["model"]})
         del state["optimizer"]["state"]["table.weight"]
-        with pytest.raises(weft.WeftError, match=r"has nothing of 'table.weight', of which"):
-            weft.nn.load_sharded_state(model, update, state)
+        refuses(r"has nothing of 'table.weight', of which", load, model, update, state)
         assert not any(each.state for each in adam)
