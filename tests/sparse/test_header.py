@@ -13,72 +13,49 @@ from weft.sparse.header import Header
 from weft.testing import run
 
 ROWS = 600  # more than a header has points
-TOTAL, _, FEWEST, _ = range(0, 32, 8)  # bytes at which the figures begin
-WIDTH_OF_WEIGHTS = 49
-POINTS = 64  # behind the fixed fields
-WEIGHTS = POINTS + 128  # points, as differences, take 1 byte each; so do weights
+# bytes at which the figures begin, and the widths; then points, as differences, and weights, which
+# take a byte each
+TOTAL, FEWEST, COUNT, WIDTH, POINTS, WEIGHTS = 0, 16, 40, 48, 64, 64 + 128
 
 
 def packed(*, carries=False):
     indices = 3 * torch.arange(ROWS)
     values = torch.ones(ROWS, 2) if carries else None
-    header = Header.of(indices, values=values)
-    return header.pack()
+    return Header.of(indices, values=values).pack()
 
 
-def put(at, *numbers):
-    """Change a header: from byte `at` on it has these integers of 64 bits."""
-
-    def change(raw):
-        struct.pack_into(f"<{len(numbers)}q", raw, at, *numbers)
-
-    return change
-
-
-def put_small(at, *numbers):
-    """The same of integers of 8 bits."""
-
-    def change(raw):
-        raw[at : at + len(numbers)] = bytes(numbers)
-
-    return change
-
-
-FIGURES = {
-    "more rows than there is memory for": put(TOTAL, 1 << 60),
-    "fewer rows than its own": put(TOTAL, ROWS - 1),
-    "a rank with fewer rows than the one with fewest": put(FEWEST, 2 * ROWS),
-    "a negative number": put(FEWEST, -7),
+FIGURES = {  # where, and the number of 64 bits that then stands there
+    "more rows than there is memory for": (TOTAL, 1 << 60),
+    "fewer rows than its own": (TOTAL, ROWS - 1),
+    "a rank with fewer rows than the one with fewest": (FEWEST, 2 * ROWS),
+    "a negative number": (FEWEST, -7),
 }
-POINTLESS = {
-    "points that do not ascend": put_small(POINTS + 5, 0xFF),
-    "weights of other rows": put_small(WEIGHTS, 200),
+POINTLESS = {  # the same of 8 bits
+    "points that do not ascend": (POINTS + 5, 0xFF),
+    "weights of other rows": (WEIGHTS, 200),
+    "no such width": (WIDTH, 3),
+    "wider points": (WIDTH, 2),
+    "more points": (COUNT, 129),
+    "many more points": (COUNT + 1, 5),
 }
+
+
+def is_refused(raw, code, at, number):
+    Header.unpack(memoryview(raw), (2,))
+    struct.pack_into(code, raw, at, number)
+    with pytest.raises((ValueError, KeyError)):
+        Header.unpack(memoryview(raw), (2,))
 
 
 @pytest.mark.parametrize("what", FIGURES)
 @pytest.mark.parametrize("carries", [False, True])
 def test_figures_of_no_rows_are_refused(carries, what):
-    raw = packed(carries=carries)
-    assert Header.unpack(memoryview(raw), (2,)).total == ROWS
-    FIGURES[what](raw)
-    with pytest.raises(ValueError, match="it says"):
-        Header.unpack(memoryview(raw), (2,))
+    is_refused(packed(carries=carries), "<q", *FIGURES[what])
 
 
 @pytest.mark.parametrize("what", POINTLESS)
 def test_points_of_other_rows_are_refused(what):
-    raw = packed()
-    POINTLESS[what](raw)
-    with pytest.raises(ValueError, match="its points do not"):
-        Header.unpack(memoryview(raw), (2,))
-
-
-def test_rows_come_without_a_width_of_weights():
-    raw = packed(carries=True)
-    raw[WIDTH_OF_WEIGHTS] = 1
-    with pytest.raises(ValueError, match="its indices have 8 bytes"):
-        Header.unpack(memoryview(raw), (2,))
+    is_refused(packed(), "<B", *POINTLESS[what])
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 257, 100_000])

@@ -147,26 +147,24 @@ class Header(NamedTuple):
             moves: whether the rows' indices may be in any order.
 
         Raises:
-            ValueError, struct.error: the bytes are no valid header.
+            Exception: the bytes are no header.
         """
         *figures, points, width, weight_width = _FIXED.unpack_from(body)
         header = cls(*figures)
-        if not 0 <= header.fewest <= header.most <= header.total < _MOST:
-            raise ValueError(f"it says {figures}")
+        are_valid = 0 <= header.fewest <= header.most <= header.total < _MOST
         if points < 0:
-            if weight_width or width not in (4, 8):
-                raise ValueError(f"its indices have {width} bytes")
             index = torch.int32 if width == 4 else torch.int64
             rows = header._rows_in(body, index, row_shape, dtype)
-            if not moves and not kernels.ascends(rows.indices, header.highest):
-                raise ValueError(f"its indices do not ascend from 0 to {header.highest}")
-            return header._replace(rows=rows)
-        if points > _KEPT:
-            raise ValueError(f"it has {points} points")
-        lengths = (points, width), (points, weight_width)
-        gaps, weights = _longs_in(body[_FIXED.size :], lengths)
-        header = header._replace(points=gaps.cumsum(), weights=weights)
-        header._check_points()
+            are_valid &= moves or kernels.ascends(rows.indices, header.highest)
+            header = header._replace(rows=rows)
+        elif points:
+            end = _FIXED.size + points * width
+            gaps = _longs_in(body[_FIXED.size : end], width)
+            weights = _longs_in(body[end:], weight_width)
+            header = header._replace(points=gaps.cumsum(), weights=weights)
+            are_valid &= points == len(weights) and header._points_stand_for_all_rows()
+        if not are_valid:
+            raise ValueError("no rank can have such rows")
         return header
 
     def _rows_in(
@@ -188,17 +186,15 @@ class Header(NamedTuple):
         indices = typed(memory, (self.total,), index, _FIXED.size)
         return Rows(indices, typed(memory, (self.total, *row_shape), dtype, start))
 
-    def _check_points(self) -> None:
-        """Raise ValueError if points do not ascend, or do not stand for all rows."""
-        points = self.points  # a sum of gaps that overflowed does not ascend
-        if not len(points):
-            return
-        ascend = points[0] >= 0 and points[-1] <= self.highest
-        if not ascend or not (points[1:] >= points[:-1]).all():
-            raise ValueError(f"its points do not ascend from 0 to {self.highest}")
-        count = self.weights.sum(dtype=np.float64)  # which cannot overflow
-        if self.weights.min() < 1 or count != self.total:
-            raise ValueError(f"its points do not stand for {self.total} rows")
+    def _points_stand_for_all_rows(self) -> bool:
+        """Whether points ascend to the largest index, and weights are those of all rows."""
+        ends = np.concatenate([[0], self.points, [self.highest]])
+        # a sum of gaps that overflowed does not ascend; a sum of floats cannot overflow
+        return bool(
+            (ends[1:] >= ends[:-1]).all()
+            and self.weights.min() > 0
+            and self.weights.sum(dtype=np.float64) == self.total
+        )
 
     @classmethod
     def together(cls, headers: Sequence[Header]) -> Header:
@@ -245,27 +241,9 @@ def _narrow(numbers: Longs) -> NDArray[Any]:
     return numbers.astype(np.min_scalar_type(largest))
 
 
-def _longs_in(body: memoryview, lengths: Sequence[tuple[int, int]]) -> list[Longs]:
-    """Arrays that `_narrow` made, one after the other.
-
-    Args:
-        body: their bytes, and nothing else.
-        lengths: of each array, how many numbers it has, and of how many bytes.
-
-    Raises:
-        ValueError: the bytes are not such arrays.
-    """
-    if any(width not in _WIDTHS for _, width in lengths):
-        raise ValueError(f"numbers of {[width for _, width in lengths]} bytes")
-    if sum(count * width for count, width in lengths) != len(body):
-        raise ValueError(f"{[count for count, _ in lengths]} numbers in {len(body)} bytes")
-    found = []
-    start = 0
-    for count, width in lengths:
-        numbers = np.frombuffer(body, _WIDTHS[width], count, start)
-        found.append(numbers.astype(np.int64))
-        start += count * width
-    return found
+def _longs_in(raw: memoryview, width: int) -> Longs:
+    """An array that `_narrow` made, of numbers of so many bytes."""
+    return np.frombuffer(raw, _WIDTHS[width]).astype(np.int64)
 
 
 def _last(indices: Tensor) -> int:
