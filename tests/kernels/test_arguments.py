@@ -1,4 +1,4 @@
-"""What reducing, combining and taking are given: what they refuse, serve, and leave uncopied."""
+"""What reducing and combining are given: what they refuse, serve, and leave uncopied."""
 
 from __future__ import annotations
 
@@ -38,17 +38,6 @@ def test_a_callable_that_makes_no_rows_is_refused(function, text):
         kernels.reduce(torch.ones(2, 2), found, op)
     with pytest.raises(WeftError, match=text):
         kernels.combine(torch.ones(1, 2), torch.zeros(1, dtype=torch.int32), torch.ones(1, 2), op)
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_take(index_dtype):
-    values = torch.arange(12.0).view(6, 2)
-    out = torch.empty(3, 2)
-    positions = torch.tensor([5, 0, 5], dtype=index_dtype)
-    assert kernels.take(values, positions, out) is out
-    assert out.tolist() == [[10.0, 11.0], [0.0, 1.0], [10.0, 11.0]]
-    with pytest.raises(IndexError):
-        kernels.take(values, torch.tensor([6], dtype=index_dtype))
 
 
 def test_rows_that_need_nothing_are_not_copied():

@@ -89,13 +89,7 @@ def test_unions_and_shares_are_those_of_the_cpu(some, dtype):
 
     def found():
         union, shares = kernels.unite_and_share(runs, [5, 1, 3, 9, 2][: len(runs)])
-        parts = [*union[0:1], *union[1], *shares[:3], torch.tensor(shares.starts)]
-        for run, slots in enumerate(union.slots):
-            parts += kernels.deal(slots, shares, run)
-            for to in range(len(runs)):
-                parts += kernels.pick(slots, shares, run, to)
-        parts.append(kernels.held(union.slots, torch.arange(0, len(union.indices), 2)))
-        return parts
+        return [*union[0:1], *union[1], *shares[:3], torch.tensor(shares.starts)]
 
     expected, ends, ids = found(), [0, 7, 2**31, 2**63], {each for ids in some for each in ids}
     with as_device():
@@ -176,11 +170,7 @@ def test_indices_take_one_read(reads, dtype):
 
 @pytest.mark.parametrize(("dtype", "op"), EACH_ONCE)
 def test_values_take_none(reads, dtype, op):
-    values, some, out = (
-        empty(20, 4, dtype=dtype),
-        empty(3, dtype=torch.int32),
-        op.accumulator(dtype),
-    )
+    values, some = empty(20, 4, dtype=dtype), empty(3, dtype=torch.int32)
     found = kernels.Distinct(empty(8), empty(20), empty(9), 5)
     for distinct in (found, found._replace(order=None), found._replace(order=None, most=1)):
         assert kernels.reduce(values, distinct, op).shape == (8, 4)
@@ -189,4 +179,4 @@ def test_values_take_none(reads, dtype, op):
     out = empty(8, 4, dtype=op.accumulator(dtype))
     kernels.combine(out, some, values[:3], op)
     kernels.finish(out, out.to(dtype), 3 if op.mean else 1)
-    kernels.put(out, some, kernels.take(out, some))
+    kernels.put(out, some, out[:3])

@@ -20,7 +20,7 @@ The vocabulary:
 * `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
   `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
   run was given, and where it has them; `put` brings rows to places.
-* `held`, `take`: see each.
+* `held`: see there.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
 On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
@@ -446,16 +446,3 @@ def put(out: Tensor, places: Tensor, values: Tensor) -> None:
         out.index_copy_(0, places.long(), values)
     else:
         cpu.put(code, out, places.contiguous(), values.resolve_neg().contiguous())
-
-
-def take(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-    """The rows at some positions (int32 or int64), in their order.
-
-    Raises:
-        IndexError: a position is not that of a row.
-
-    Example:
-        >>> take(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0]))
-        tensor([4., 1.])
-    """
-    return torch.index_select(_detached(values), 0, positions, out=out)

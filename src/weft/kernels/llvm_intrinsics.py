@@ -19,21 +19,20 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-KINDS = {"f32": 0, "f64": 1, "f16": 2, "bf16": 3, "i8": 4, "i16": 5, "i32": 6, "i64": 7, "u8": 8}
-CODES = {"sum": 0, "prod": 1, "min": 2, "max": 3, "band": 4, "bor": 5, "bxor": 6}
+KINDS = {"f32": 0, "f64": 1, "f16": 2, "bf16": 3, "i32": 4, "i64": 5}
+CODES = {"sum": 0, "min": 1, "max": 2}
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-_STORED = {"f32": _F32, "f64": _F64, "f16": _F16, "bf16": _I16, "u8": ir.IntType(8)}
-_STORED |= {f"i{bits}": ir.IntType(bits) for bits in (8, 16, 32, 64)}
+_STORED = {"f32": _F32, "f64": _F64, "f16": _F16, "bf16": _I16, "i32": _I32, "i64": _I64}
+_STORED["u8"] = ir.IntType(8)  # of which bytes are loaded, by this name
 _TYPES: dict[str, Any] = {"f32": types.float32, "f64": types.float64, "i64": types.int64}
 """What the loops compute with, and of which kinds it may be loaded and stored:"""
 _KINDS_OF = {
     "f32": ("f32", "f16", "bf16"),
     "f64": ("f64", "f16", "bf16"),
-    "i64": ("i8", "i16", "i32", "i64", "u8"),
+    "i64": ("i32", "i64"),
 }
-_FLOAT_CODES = ("sum", "prod", "min", "max")
 _LINE = 64  # bytes of a line of the cache
 
 
@@ -158,7 +157,7 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
 
 @_word
 def apply(context: Any, op: Any, left: Any, right: Any) -> Any:
-    """apply(op, left, right): the two combined, in their own type; integers wrap.
+    """apply(op, left, right): the two combined, in their own type; integers are summed, and wrap.
 
     min and max are those of IEEE 754-2019: NaN wins, and -0.0 is less than 0.0.
     """
@@ -166,27 +165,20 @@ def apply(context: Any, op: Any, left: Any, right: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         op, a, b = arguments
-        operation = _float_operation if floating else _integer_operation
-        names = _FLOAT_CODES if floating else list(CODES)
-        return _chosen(builder, names, CODES, op, lambda name: operation(builder, name, a, b))
+        if not floating:
+            return builder.add(a, b)
+        return _chosen(builder, [*CODES], CODES, op, lambda name: _combined(builder, name, a, b))
 
     return left(types.int64, left, left), code
 
 
-def _float_operation(builder: Any, name: str, a: Any, b: Any) -> Any:
-    if name in ("sum", "prod"):
-        return builder.fadd(a, b) if name == "sum" else builder.fmul(a, b)
+def _combined(builder: Any, name: str, a: Any, b: Any) -> Any:
+    if name == "sum":
+        return builder.fadd(a, b)
     full = f"llvm.{name}imum.{a.type.intrinsic_name}"
     form = ir.FunctionType(a.type, [a.type, a.type])
     function = builder.module.globals.get(full) or ir.Function(builder.module, form, full)
     return builder.call(function, [a, b])
-
-
-def _integer_operation(builder: Any, name: str, a: Any, b: Any) -> Any:
-    if name in ("min", "max"):
-        return builder.select(builder.icmp_signed("<" if name == "min" else ">", a, b), a, b)
-    words = {"sum": "add", "prod": "mul", "band": "and_", "bor": "or_", "bxor": "xor"}
-    return getattr(builder, words[name])(a, b)
 
 
 @_word

@@ -131,7 +131,7 @@ class LocalRows:
         if in_parts and kernels.reduces_some(*rows):
             kernels.reduce(*rows, out=out, rows=positions)
         else:
-            kernels.take(self.values, positions, out=out)
+            torch.index_select(self.values, 0, positions, out=out)
 
     def release(self) -> None:
         """Give back the memory of `values`."""
@@ -173,7 +173,8 @@ class SummedRows(LocalRows):
 
     def take(self, positions: Tensor, out: Tensor) -> None:
         if positions.numel():
-            kernels.take(self._upto(int(positions.max()) + 1), positions, out=out)
+            rows = self._upto(int(positions.max()) + 1)
+            torch.index_select(rows, 0, positions, out=out)
 
     def _upto(self, stop: int) -> Tensor:
         """The values of the rows before `stop`."""

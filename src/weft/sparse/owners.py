@@ -30,11 +30,11 @@ from .header import Header, Longs
 from .local_rows import LocalRows, slices_between
 from .rows import Rows
 from .stream import (
+    Inflow,
     Source,
     chunks,
     exchange_lists,
     merge_blocks,
-    receive_rows,
     united,
     wait_all,
 )
@@ -244,7 +244,7 @@ class SparseReduceScatter:
         in_order = {rank: lists[rank] for rank in sorted(lists)}
         self._runs = [*in_order.values()]
         self._inflows = {
-            peer: receive_rows(self._incoming, peer, len(lists[peer])) for peer in self._sources
+            peer: Inflow(self._incoming, peer, len(lists[peer])).start() for peer in self._sources
         }
         span = self._span if self._call.sizes.staying else None
         self.union = united(self._call, in_order, span)
@@ -272,12 +272,12 @@ class SparseReduceScatter:
                     sends = []
         self._sent.append(self._call.group.post(sends, (), VALUES))
 
-    def sums(self, call: Call, union: kernels.Union, out: Tensor) -> Iterator[tuple[int, int]]:
+    def sums(self, call: Call, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         sources: dict[int, Source] = {peer: inflow.pieces for peer, inflow in self._inflows.items()}
         sources[self.owner] = self._rows.source(self._part[self.owner])
         in_order = [sources[rank] for rank in sorted(sources)]
-        return merge_blocks(call, self._runs, in_order, union, out)
+        return merge_blocks(call, self._runs, in_order, self.union, out)
 
     def finish(self) -> None:
         """Wait until all is sent, and give back the memory; all sums must have been read."""
@@ -306,7 +306,7 @@ def reduce_to_owners(
     scatter.receive_lists()
     scatter.send_rest()
     result = (place or call.result_at)(scatter.indices)
-    for _ in scatter.sums(call, scatter.union, result.values):
+    for _ in scatter.sums(call, result.values):
         pass
     scatter.finish()
     return result

@@ -192,12 +192,6 @@ class Request:
         self.dtype = self.rows.values.dtype
         return True
 
-    @property
-    def wide(self) -> torch.dtype | None:
-        """The dtype of the values, if they are sent in another; else None."""
-        own = self.rows.values.dtype
-        return None if self.dtype == own else own
-
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
         self.fields[name] = root

@@ -2,8 +2,8 @@
 
 * `exchange_lists`: sorted index lists whose length the receiver does not know. The first message of
   a list has a fixed maximum and says the length; a second message has the rest, if there is any.
-  `send_list_to_all` and `all_gather_lists`: the lists of all ranks, on all ranks.
-* `send_rows` and `receive_rows`: rows from one rank to another, in chunks.
+  `send_list_to_all` and `in_rank_order`: the lists of all ranks, on all ranks.
+* `send_rows` and `Inflow`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
   at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Sizes.sends_directly` says where each
@@ -236,19 +236,6 @@ class IndexLists(Lists):
             lease.release()
 
 
-def all_gather_lists(call: Call, indices: Tensor) -> tuple[list[Tensor], Lists]:
-    """Send this rank's index list to all others, and wait for theirs; collective.
-
-    Args:
-        call, indices: as for `send_list_to_all`.
-
-    Returns:
-        The lists in rank order, and the object to release when they are not needed any more.
-    """
-    under_way = send_list_to_all(call, indices)
-    return in_rank_order(call, under_way, indices), under_way
-
-
 def in_rank_order(call: Call, under_way: Lists, indices: Tensor) -> list[Tensor]:
     """The lists of all ranks, of which `indices` is this rank's, when they have come."""
     lists = under_way.wait() | {call.group.rank: indices}
@@ -306,7 +293,7 @@ def at_hand(values: Tensor) -> Source:
 
 
 class Inflow:
-    """Rows that a peer sends here, in chunks that are read in the wire's own memory.
+    """Rows that a peer sends here by `send_rows`, in chunks that are read in the wire's own memory.
 
     When the rows behind a chunk are asked for, the chunk is released and one more receive posted.
     So no peer gets far ahead of the others, and the workspace is bounded.
@@ -361,11 +348,6 @@ class Inflow:
         """Release the chunk that was read last."""
         if self._reading is not None:
             self._reading.release()
-
-
-def receive_rows(call: Call, peer: int, count: int) -> Inflow:
-    """Begin to receive so many rows from a peer, which sends them by `send_rows`."""
-    return Inflow(call, peer, count).start()
 
 
 def wait_all(some: Iterable[Pending]) -> None:

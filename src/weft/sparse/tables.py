@@ -391,7 +391,7 @@ def _statement(request: Request) -> tuple[object, ...]:
     if request.half is not None:
         values = str(request.half)[6:]
         travels = " as float32"
-    elif request.wide is not None:
+    elif request.dtype != request.rows.values.dtype:
         travels = f" as {str(request.dtype)[6:]}"
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
     shape = request.fields["row shape"]

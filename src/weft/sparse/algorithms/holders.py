@@ -54,9 +54,9 @@ from ..stream import (
     Inflow,
     Ring,
     Source,
-    all_gather_lists,
     ascending,
-    receive_rows,
+    in_rank_order,
+    send_list_to_all,
     send_rows,
     wait_all,
 )
@@ -65,7 +65,9 @@ from ..stream import (
 @algorithm
 def holders(own: LocalRows, call: Call) -> Rows:
     # to all: index lists
-    runs, lists = all_gather_lists(call, own.indices.to(call.wire_index))
+    indices = own.indices.to(call.wire_index)
+    lists = send_list_to_all(call, indices)
+    runs = in_rank_order(call, lists, indices)
     union, shares = _shared(call, runs)
     result = call.result_at(union.indices)
     if call.sizes.row:  # else rows are without bytes
@@ -199,7 +201,7 @@ class _Sums:
                 self._rows = rows
                 source = _own_rows(self._call, self._own, rows)
             else:
-                inflow = receive_rows(self._incoming, rank, len(rows))
+                inflow = Inflow(self._incoming, rank, len(rows)).start()
                 self._inflows.append(inflow)
                 source = inflow.pieces
             bounds = [0, len(rows)]

@@ -87,7 +87,7 @@ def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
 
     # now the result's size is known, and the place of everybody's sums in it; these go to all
     sums = share.start(share.receive_lists())
-    for _, stop in scatter.sums(call, scatter.union, sums):
+    for _, stop in scatter.sums(call, sums):
         share.send(stop)
 
     result = share.finish()
@@ -187,7 +187,7 @@ def _sum_between(
     indices = scatter.indices
     with call.group.lease(len(indices) * call.sizes.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
-        merged = scatter.sums(inner.incoming, scatter.union, sums.values)
+        merged = scatter.sums(inner.incoming, sums.values)
         between.inner.schedule(SummedRows(sums, merged), inner)
         onward.finish()
 

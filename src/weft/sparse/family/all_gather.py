@@ -27,7 +27,6 @@ from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...group import default
 from ...group.channels import LISTS, VALUES
-from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
@@ -134,13 +133,8 @@ def sparse_all_gather(
     group = default.resolve(group)
     with preparing(group, _NAME):
         request = Request.to_move(rows, wire_dtype)
-        job = job_of(group, request, return_counts=truth("return_counts", return_counts))
+        with_counts = truth("return_counts", return_counts)
         is_async = truth("async_op", async_op)
-    return started(group, _NAME, job, is_async)
-
-
-def job_of(group: Group, request: Request, *, return_counts: bool = False) -> Aside[Any]:
-    """What gathers rows, when its turn has come."""
     counts: list[int] = []
 
     def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
@@ -151,9 +145,9 @@ def job_of(group: Group, request: Request, *, return_counts: bool = False) -> As
         done = performed(group, request, _NAME, schedule)
         done.note(group)
         result = request.restore(done.rows)
-        return (result, torch.tensor(counts)) if return_counts else result
+        return (result, torch.tensor(counts)) if with_counts else result
 
-    return Aside(group.streams, request.device, job)
+    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
 
 def _counts(own: LocalRows, call: Call) -> list[int]:

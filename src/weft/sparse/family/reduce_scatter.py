@@ -19,7 +19,6 @@ from ...base.devices import Aside
 from ...base.errors import WeftError, summed_up, untransformed
 from ...call.attempt import preparing
 from ...group import default
-from ...group.group import Group
 from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
@@ -108,38 +107,38 @@ def sparse_reduce_scatter(
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        job = job_of(group, Request.of(rows, op, "auto", wire_dtype), ranges)
+        request = Request.of(rows, op, "auto", wire_dtype)
+        chosen = _take_ranges(request, ranges, group.size)
         is_async = truth("async_op", async_op)
-    return started(group, _NAME, job, is_async)
+    bounds: list[int] = []
 
-
-def job_of(group: Group, request: Request, ranges: Sequence[int] | None = None) -> Aside[Any]:
-    """What reduces rows to their owners, when its turn has come."""
-    chosen: tuple[int, ...] | None = None  # by the caller
-    request.fields["ranges"] = "balanced"
-    if ranges is not None:
-        try:
-            chosen = _checked(ranges, group.size)
-            request.fields["ranges"] = _spelled(chosen)
-        except WeftError as error:
-            request.fields["ranges"] = None
-            request.error = request.error or str(error)
+    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+        bounds.extend(chosen or _balanced(call))
+        return _scattered(own, call, bounds)
 
     def job() -> Any:
-        bounds: list[int] = []
         if chosen and request.look().error is None and len(request.rows):
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
-
-        def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
-            bounds.extend(chosen or _balanced(call))
-            return _scattered(own, call, bounds)
-
         done = performed(group, request, _NAME, schedule, apart=True)
         done.note(group, ranges=tuple(bounds))
         return request.restore(done.rows)
 
-    return Aside(group.streams, request.device, job)
+    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
+
+
+def _take_ranges(
+    request: Request, ranges: Sequence[int] | None, size: int
+) -> tuple[int, ...] | None:
+    """Add the ranges to the fingerprint, or what is wrong with them to the request; as integers."""
+    request.fields["ranges"] = "balanced" if ranges is None else None
+    if ranges is None or request.error is not None:
+        return None
+    with request:
+        chosen = _checked(ranges, size)
+        request.fields["ranges"] = _spelled(chosen)
+        return chosen
+    return None
 
 
 def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[Line, Rows]:
