@@ -5,13 +5,17 @@ And a group of torch.distributed's around what needs one.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from weft import Rows
 from weft.group.group import Group
 from weft.sparse import rate
 
@@ -89,3 +93,35 @@ def exchange(group: Group) -> None:
     sends = [(peer, torch.tensor([group.rank])) for peer in group.peers]
     got = group.post(sends, [(peer, torch.tensor([-1])) for peer in group.peers]).wait()
     assert [each.item() for each in got] == group.peers
+
+
+def same(found: Rows | tuple[Tensor, Tensor], want: Rows) -> None:
+    """Fails unless two results have the same rows."""
+    indices, values = found if isinstance(found, tuple) else (found.indices, found.values)
+    assert torch.equal(indices, want.indices)
+    assert torch.equal(values, want.values)
+
+
+def alike(group: Group, *said: Tensor | str) -> None:
+    """Fails unless all ranks have the same bits."""
+    told = hashlib.sha256()
+    for each in said:
+        text = each.encode() if isinstance(each, str) else bytes_of(each)
+        told.update(text)
+    assert len(set(group.all_gather_bytes(told.digest(), bytes))) == 1
+
+
+def check_stages(done: Any) -> None:
+    """Fails unless in a simulated split rows go to the block, its sums to others, and all to it."""
+    sizes = done.sizes
+    counts = [len(ranks) for ranks in sizes.blocks]
+    of_block = min(max(counts) * sizes.mean, done.union)
+    between = (len(counts) - 1) * of_block / min(counts)
+    values = (sizes.mean + done.union) * sizes.row + between * sizes.partial
+    indices = 4 * (sizes.mean + done.union + between)
+    assert done.bytes <= 1.05 * (values + indices)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """What a tensor holds."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from cases import check_stages
 from weft.sparse import Sizes, stages
 from weft.sparse.choose import Line
 from weft.testing import expected
@@ -146,16 +147,12 @@ def expected_bytes(done):
     return others / sizes.ranks * (sizes.mean + done.union) * (sizes.row + 4)
 
 
-def check_stages(done):
-    """Rows go to the block, its sums to the other blocks, and all sums to the block."""
-    sizes = done.sizes
-    row = sizes.row + 4
-    counts = [len(ranks) for ranks in sizes.blocks]
-    of_block = min(max(counts) * sizes.mean, done.union)
-    between = (len(counts) - 1) * of_block / min(counts)
-    assert done.bytes <= 1.05 * (sizes.mean + between + done.union) * row
+def check_blocks(done, count):
+    """It is summed in so many blocks."""
+    assert len(done.sizes.blocks) == count
+    check_stages(done)
     # a rank of a flat split sends 4 messages or more to each other one
-    assert done.messages < 0.65 * 4 * (sizes.ranks - 1)
+    assert done.messages < 0.65 * 4 * (done.sizes.ranks - 1)
 
 
 def test_64_ranks_send_their_rows_to_each_other(simulate):
@@ -178,10 +175,9 @@ def test_doubling_takes_as_many_messages_as_the_number_has_bits(ranks, messages,
     assert done.bytes <= messages * done.union * (256 + 4) + 8 * messages
 
 
-def test_144_ranks_sum_in_blocks(simulate):
-    done = simulate("split", partial(spread, count=40, height=1600), 144, SLOW)
-    assert len(done.sizes.blocks) == 12
-    check_stages(done)
+@pytest.mark.parametrize(("ranks", "blocks"), [(144, 12), (61, 8)])  # one is a prime number
+def test_many_ranks_sum_in_blocks(ranks, blocks, simulate):
+    check_blocks(simulate("split", partial(spread, count=40, height=1600), ranks, SLOW), blocks)
 
 
 @pytest.mark.parametrize("name", ["holders", "split", "gather"])
@@ -189,9 +185,7 @@ def test_whatever_runs_between_hosts_of_eight(name, monkeypatch, simulate):
     monkeypatch.setattr(stages, "first_served", lambda sizes, fitting: Line(name, "tried"))
     hosts = [f"{rank // 8}" for rank in range(32)]
     rows = partial(spread, count=500, height=20_000)
-    done = simulate("split", rows, 32, SLOW, hosts=hosts, within=NEAR)
-    assert len(done.sizes.blocks) == 4
-    check_stages(done)
+    check_blocks(simulate("split", rows, 32, SLOW, hosts=hosts, within=NEAR), 4)
 
 
 @pytest.mark.parametrize(("name", "count"), [("holders", 400), ("gather", 100)])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.schedules import dense_all_reduce
+from cases import same
 from weft.sparse import last_call
 from weft.testing import expected, spmd
 
@@ -28,8 +28,7 @@ def test_what_you_give_is_what_you_get(group):
 
     pair = weft.sparse_all_reduce((rows.indices, rows.values))
     assert isinstance(pair, tuple)
-    assert torch.equal(pair[0], want.indices)
-    assert torch.equal(pair[1], want.values)
+    same(pair, want)
 
     coo = weft.sparse_all_reduce(rows.to_coo())
     assert coo.is_coalesced()
@@ -51,11 +50,8 @@ def test_several_sparse_dimensions_are_restored(group):
             indices, values, (3, 3, *values.shape[1:]), check_invariants=True
         )
         total = weft.sparse_all_reduce(coo)
-        dense = coo.to_dense()
-        if group.size > 1:
-            dense_all_reduce(group, dense, "sum").wait()
         assert total.sparse_dim() == 2
-        assert torch.equal(total.to_dense(), dense)
+        assert torch.equal(total.to_dense(), weft.all_reduce(coo.to_dense()))
 
 
 @spmd(1, 3, on=("threads", "device", "processes"))
@@ -76,16 +72,10 @@ def test_values_that_are_not_what_their_memory_says(group):
 @spmd(1, 2, on=("threads", "device", "processes"))
 def test_torch_names_of_operations(group):
     rows = part(group.rank)
-    for theirs, ours in (
-        (dist.ReduceOp.SUM, "sum"),
-        (dist.ReduceOp.AVG, "avg"),
-        (dist.ReduceOp.MIN, "min"),
-        (dist.ReduceOp.MAX, "max"),
-        (dist.ReduceOp.PRODUCT, "prod"),
-    ):
-        assert torch.equal(
-            weft.sparse_all_reduce(rows, theirs).values, weft.sparse_all_reduce(rows, ours).values
-        )
+    names = {"SUM": "sum", "AVG": "avg", "MIN": "min", "MAX": "max", "PRODUCT": "prod"}
+    for theirs, ours in names.items():
+        op = getattr(dist.ReduceOp, theirs)
+        same(weft.sparse_all_reduce(rows, op), weft.sparse_all_reduce(rows, ours))
 
 
 @spmd(4, on=("processes",))
@@ -157,23 +147,6 @@ def test_a_call_is_recorded(group):
     assert record.total == total
     bound = (total + (group.size - 2) * len(want)) / group.size * (2 * 4 + 4)
     assert record.bound_bytes == round(bound)
-
-
-@spmd(1, 3, 4)
-def test_explain_says_what_will_run(group):
-    few, many = part(group.rank), 4000
-    assert weft.explain(few).chosen == ("eager" if group.size > 1 else "alone")
-
-    big = weft.Rows(torch.arange(many), torch.ones(many, 40), many)
-    for algorithm in ("auto", "doubling"):
-        said = weft.explain(big, algorithm=algorithm)
-        weft.sparse_all_reduce(big, algorithm=algorithm)
-        assert said.chosen == last_call().algorithm
-        assert said.why == last_call().why
-        assert str(said).startswith(f"{said.chosen}: {said.why}\nbound: ")
-
-    unknown = weft.explain((torch.arange(many), torch.ones(many, 40)))
-    assert unknown.sizes.height == many  # all below the highest
 
 
 @spmd(2, on=("threads", "processes"))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 import weft
-from cases import in_case
+from cases import alike, in_case
 from weft.sparse import ALGORITHMS
 from weft.testing import run, spmd
 
@@ -34,12 +32,6 @@ class Mute:
 def one(*indices, values=None, height=10, dtype=torch.int64):
     found = torch.tensor(indices, dtype=dtype)
     return weft.Rows(found, torch.ones(found.shape[0], 4) if values is None else values, height)
-
-
-def nested():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
-        return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
 
 
 def beyond_its_columns():
@@ -120,14 +112,6 @@ WRONG = {
         lambda: {"wire_dtype": torch.float64},
         "wire_dtype is torch.float64: pass torch.bfloat16, torch.float16, torch.float32 or None",
     ),
-    "rows on meta": (
-        lambda: {"rows": weft.Rows(torch.ones(1).long().to("meta"), torch.ones(1, 4).to("meta"))},
-        "the tensor of indices is on the meta device, where nothing is held",
-    ),
-    "nested rows": (
-        lambda: {"rows": weft.Rows(torch.ones(2).long(), nested())},
-        "of values is nested",
-    ),
     "rows of lists": (
         lambda: {"rows": weft.Rows([1], [2.0])},
         "rows are a Rows of list and list: pass tensors",
@@ -170,13 +154,6 @@ def test_many_ranks_are_told_too(group):
             alike(group, str(caught.value))
     total = weft.sparse_all_reduce(good(group, width=4))
     assert total.values[total.indices == 5].eq(group.size).all()
-
-
-def alike(group, text):
-    message = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    pending = group.small_all_gather(message, 4096)
-    assert all(torch.equal(other[: len(message)], message) for other in pending.wait())
-    pending.release()
 
 
 @pytest.mark.parametrize(

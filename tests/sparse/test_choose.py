@@ -101,10 +101,12 @@ def test_explain_and_the_record_say_which_line_decided():
     def program(group):
         rows = weft.Rows(torch.arange(1000), torch.ones(1000, 64), 1000)
         with on_hosts(group, "abc"):
+            without_height = weft.explain((rows.indices, rows.values))
             weft.sparse_all_reduce(rows)
-            return weft.explain(rows), weft.sparse.last_call()
+            return weft.explain(rows), weft.sparse.last_call(), without_height
 
-    said, record = run(3, program)[0]
+    said, record, without_height = run(3, program)[0]
+    assert without_height.sizes == said.sizes  # all rows lie below the highest index
     assert (said.chosen, said.why) == next(choose.lines(said.sizes))
     assert (record.algorithm, record.why) == (said.chosen, said.why)
     first, second = str(said).split("\n")

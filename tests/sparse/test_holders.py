@@ -1,6 +1,7 @@
-"""holders sends no value beyond the bound, evenly; needs little memory; and waits for nothing.
+"""holders sends no value beyond the bound, evenly, and waits for nothing.
 
-That it gives the documented result is tested with all algorithms (`test_algorithms`).
+That it gives the documented result is tested with all algorithms (`test_algorithms`), and how much
+memory it takes (`test_memory`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import weft
-from cases import on_hosts, set_rate
+from cases import on_hosts, same, set_rate
 from weft import kernels
 from weft.group.channels import SUMS, VALUES
-from weft.sparse import choose
 from weft.sparse.algorithms.holders import weights
 from weft.sparse.call import Call
 from weft.sparse.local_rows import LocalRows
@@ -212,34 +212,7 @@ def test_duplicates_are_combined_on_the_way_out(monkeypatch):
 
     want = expected([repeated(rank, 3) for rank in range(3)])
     for total in run(3, body):
-        assert torch.equal(total.indices, want.indices) and torch.equal(total.values, want.values)
-
-
-@pytest.mark.parametrize("kind", ["disjoint", "half"])
-def test_memory_is_its_workspace_and_not_the_rows_of_all(kind):
-    ranks, count, width = 4, 8000, 128
-
-    def body(group):
-        leases, lease, peak = [], group.lease, 0
-
-        def counted(nbytes):
-            nonlocal peak
-            leases.append((lease(nbytes), nbytes))
-            peak = max(peak, sum(size for one, size in leases if one._pool is not None))
-            return leases[-1][0]
-
-        step = ranks if kind == "disjoint" else 2
-        rows = weft.Rows(torch.arange(count) * step + group.rank % step, torch.ones(count, width))
-        sizes = weft.explain(rows, algorithm="holders").sizes
-        group.lease = counted
-        reduced(group, rows)
-        group.lease = lease
-        return peak, sizes
-
-    for peak, sizes in run(ranks, body):
-        assert peak <= choose.workspace(sizes, "holders") + (1 << 20)  # and index lists
-        if kind == "disjoint":
-            assert peak < 0.6 * choose.workspace(sizes, "gather")
+        same(total, want)
 
 
 def test_many_ranks_get_smaller_chunks():
@@ -261,5 +234,4 @@ def test_more_rows_than_the_relay_has_slots(group, op, dtype):
     parts = [part(rank) for rank in range(group.size)]
     total = reduced(group, parts[group.rank], op)
     want = expected(parts, op)
-    assert torch.equal(total.indices, want.indices)
-    assert torch.equal(total.values, want.values)
+    same(total, want)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer
 
 import weft
-from cases import in_case
+from cases import alike, in_case
 from weft.testing import spmd
 
 # torch's own, where jvp takes an operation apart
@@ -177,11 +177,6 @@ def told(group, case, text, wrong, right):
         for _ in range(2):
             indices, values = weft.sparse_all_reduce(good())
             assert indices.tolist() == [1, 2, 5] and values.eq(group.size).all()
-
-
-def alike(group, text):
-    said = torch.frombuffer(bytearray(text.encode()[:999].ljust(999)), dtype=torch.uint8)
-    assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), text
 
 
 # three ranks, as one of two sees no third that is told; two for the buffers below, which are

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from cases import on_hosts, set_rate
+from cases import check_stages, in_case, on_hosts, same, set_rate
 from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
@@ -30,7 +30,7 @@ HOSTS = {  # by name of each rank's host
     3: ("abb", "aba", "abc"),
     4: ("aabb", "abba", "abcd", "aaab"),
     7: ("aaaabbb", "aaaaabc", "abababa", "aabbccc"),
-    8: ("aaaabbbb", "abcabcab", "aabbccdd"),
+    8: ("aaaabbbb", "abcabcab", "aabbccdd", "abcdefgh", "aaaaaaaa"),
     13: ("aaaabbbbccccd", "abcdefghijklm", "aaaaaaabbbbbb"),
 }
 SLOW = 16  # the rate of a link on which lists are packed, and chunks are short
@@ -48,6 +48,12 @@ def rows_of(rank, dtype=torch.float32, height=200, count=150):
 def world(size, op, dtype):
     parts = [rows_of(rank, dtype, count=0 if rank == 1 else 150) for rank in range(size)]
     return parts, expected(parts, op)
+
+
+def wanted(size, op="sum", dtype=torch.float32):
+    """All ranks' rows and what they come to; ranks that are threads make them once."""
+    with LOCK:
+        return world(size, op, dtype)
 
 
 def reduced(group, names, parts, op="sum", **options):
@@ -99,13 +105,13 @@ def real_parts():
 def test_it_equals_the_definition(size, names):
     def program(group):
         for op, dtype in (("sum", torch.float32), ("avg", torch.bfloat16), ("min", torch.int8)):
-            with LOCK:  # ranks that are threads would each make them
-                parts, want = world(size, op, dtype)
-            total = reduced(group, names, parts, op)
-            assert torch.equal(total.indices, want.indices), (op, dtype)
-            torch.testing.assert_close(total.values, want.values)
-            assert last_call().algorithm == "split"
-        return blocks_taken(group, names, world(size, "sum", torch.float32)[0][group.rank])
+            with in_case(op, dtype):
+                parts, want = wanted(size, op, dtype)
+                total = reduced(group, names, parts, op)
+                assert torch.equal(total.indices, want.indices)
+                torch.testing.assert_close(total.values, want.values)
+                assert last_call().algorithm == "split"
+        return blocks_taken(group, names, wanted(size)[0][group.rank])
 
     assert set(run(size, program)) == {blocks_of(names)}
 
@@ -126,18 +132,16 @@ def test_on_an_accelerator_it_is_flat_whatever_hosts_there_are(names):
 
 @spmd(4, 7)
 def test_it_equals_the_definition_on_every_wire(group):
+    parts, want = wanted(group.size)
     for names in HOSTS[group.size]:
-        with LOCK:
-            parts, want = world(group.size, "sum", torch.float32)
-        total = reduced(group, names, parts)
-        assert torch.equal(total.indices, want.indices), names
-        assert torch.equal(total.values, want.values), names
+        with in_case(names):
+            same(reduced(group, names, parts), want)
 
 
 @pytest.mark.parametrize("most", [4, 2])  # blocks of three and four ranks, and of pairs of blocks
 def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(most, many):
     many(most)
-    parts, _ = world(13, "sum", torch.float32)
+    parts, _ = wanted(13)
 
     def right(left, right):
         return right
@@ -145,10 +149,7 @@ def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(most, many):
     def program(group):
         names = "abcdefghijklm"
         for op in ("sum", right):
-            want = expected(parts, op)
-            total = reduced(group, names, parts, op)
-            assert torch.equal(total.indices, want.indices)
-            assert torch.equal(total.values, want.values)
+            same(reduced(group, names, parts, op), expected(parts, op))
         return blocks_taken(group, names, parts[group.rank])
 
     (blocks,) = set(run(13, program))
@@ -165,8 +166,7 @@ def test_any_algorithm_may_run_between_hosts(between, between_blocks):
         want = expected(parts)
         for names in ("aabbca", "aabbcc"):
             for total in run(6, reduced, names, parts):
-                assert torch.equal(total.indices, want.indices)
-                assert torch.equal(total.values, want.values)
+                same(total, want)
 
 
 @pytest.mark.parametrize("names", ["aabbccdd", "aaaabbbb", "abcdefgh"])
@@ -210,8 +210,7 @@ def test_sums_of_many_chunks_are_shared_once_they_are_complete(
     parts, want = many_chunks()
 
     for total in run(8, reduced, names, parts):
-        assert torch.equal(total.indices, want.indices)
-        assert torch.equal(total.values, want.values)
+        same(total, want)
 
 
 @pytest.mark.parametrize("between", BETWEEN)
@@ -244,8 +243,7 @@ def test_the_largest_index_there_is_on_uneven_hosts(between_blocks, monkeypatch)
     want = expected(parts)
 
     for total in run(7, reduced, "aaaabbb", parts):
-        assert torch.equal(total.indices, want.indices)
-        assert torch.equal(total.values, want.values)
+        same(total, want)
 
 
 def test_lists_of_tables():
@@ -253,7 +251,7 @@ def test_lists_of_tables():
 
     for found in run(4, reduced, "aabb", parts):
         for table, total in enumerate(found):
-            assert torch.equal(total.values, expected([part[table] for part in parts]).values)
+            same(total, expected([part[table] for part in parts]))
 
 
 def test_some_ranks_of_some_hosts_are_a_group():
@@ -269,8 +267,7 @@ def test_some_ranks_of_some_hosts_are_a_group():
         with on_hosts(group, "abcabcab"):
             total = weft.sparse_all_reduce(rows, algorithm="split", group=part)
             said = weft.explain(rows, algorithm="split", group=part)
-        assert torch.equal(total.indices, want.indices)
-        assert torch.equal(total.values, want.values)
+        same(total, want)
         return in_stages(said.sizes).blocks
 
     found = run(8, program)
@@ -300,18 +297,6 @@ def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_d
         assert (error.abs() <= bound[found.indices]).all()
 
 
-def blocks_of_a_right_sum(names, parts, op):
-    """What blocks ranks on hosts of these names take for an op, once their result is right."""
-    want = expected(parts, op)
-
-    def program(group):
-        assert torch.equal(reduced(group, names, parts, op).values, want.values)
-        return blocks_taken(group, names, parts[group.rank], op)
-
-    (found,) = set(run(len(parts), program))
-    return found
-
-
 @pytest.mark.parametrize(
     ("names", "count"),  # of blocks; 0: it is flat, since the ranks of a host are no neighbours
     [("aaaabbbb", 2), ("aaabbbbb", 2), ("abababab", 0), ("aabbaabb", 0), ("abcdefgh", 4)],
@@ -328,7 +313,14 @@ def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(names, c
         draw = torch.Generator().manual_seed(rank)
         values = torch.randint(-3, 4, (150, 2, 2), generator=draw)
         parts.append(weft.Rows(torch.randperm(200, generator=draw)[:150], values, 200))
-    assert len(blocks_of_a_right_sum(names, parts, product)) == count
+    want = expected(parts, product)
+
+    def program(group):
+        same(reduced(group, names, parts, product), want)
+        return blocks_taken(group, names, parts[group.rank], product)
+
+    (blocks,) = set(run(8, program))
+    assert len(blocks) == count
 
 
 def test_the_blocks_keep_the_order_where_the_op_needs_it():
@@ -499,29 +491,36 @@ class Watched:
 def watched(monkeypatch):
     """One call: when some messages left this rank, and when others came, and its result.
 
-    Both are told by the peer and the channel, whichever ranks post them as a group: those of a
-    stage do, too. The times of those that came are those at which they were waited for.
+    Which these are is said by their channels, and whether their peer is on this rank's host,
+    whichever ranks post them as a group: those of a stage do, too. The times of those that came are
+    those at which they were waited for.
     """
-    calls = {}  # by session: what is sent and received, and its times
+    calls = {}  # by session: the rank's group, which messages are watched, and their times
     post = weft.Group.post
 
     def watching(of, sends=(), recvs=(), channel=0):
         pending = post(of, sends, recvs, channel)
         if of.session not in calls:
             return pending
-        group, is_sent, is_received, sent, received = calls[of.session]
+        group, names, watch, times = calls[of.session]
+
+        def is_watched(way, peer):
+            channels, is_near = watch[way]
+            near = names[of.rank_in_errors(peer)] == names[group.rank]
+            return channel in channels and near == is_near
+
         for peer, tensor in sends:
-            if is_sent(of.rank_in_errors(peer), channel) and tensor.numel():
-                sent.append(group.wire.clock)
-        if any(is_received(of.rank_in_errors(peer), channel) for peer, _ in recvs):
-            return Watched(group.wire, pending, received)
+            if is_watched("sent", peer) and tensor.numel():
+                times["sent"].append(group.wire.clock)
+        if any(is_watched("received", peer) for peer, _ in recvs):
+            return Watched(group.wire, pending, times["received"])
         return pending
 
-    def call(group, rows, is_sent, is_received):
-        sent, received = [], []
-        calls[group.session] = group, is_sent, is_received, sent, received
+    def call(group, names, rows, **watch):
+        times = {"sent": [], "received": []}
+        calls[group.session] = group, names, watch, times
         total = weft.sparse_all_reduce(rows, algorithm="split")
-        return sent, received, total
+        return times["sent"], times["received"], total
 
     monkeypatch.setattr(weft.Group, "post", watching)
     return call
@@ -551,17 +550,9 @@ def test_the_second_stage_begins_before_the_first_has_ended(
     link = dataclasses.replace(network[0], beta=1e-3 / 2**rate)
 
     def program(group):
-        def is_near(peer):
-            return names[peer] == names[group.rank]
-
         set_rate(group, rate)
-        found = watched(
-            group,
-            spread(group.rank, 30_000, 200_000),
-            lambda peer, channel: channel == VALUES and not is_near(peer),
-            lambda peer, channel: channel == VALUES and is_near(peer),
-        )
-        return found
+        rows = spread(group.rank, 30_000, 200_000)
+        return watched(group, names, rows, sent=([VALUES], False), received=([VALUES], True))
 
     found = simulated.run(8, link, program, hosts=names, within=network[1])
     for (sent, received, _), leads in zip(found, has_place(names), strict=True):
@@ -586,45 +577,17 @@ def test_a_block_shares_its_first_sums_before_the_last_have_come(
     rows = spread(0)  # the same everywhere
 
     def program(group):
-        def is_near(peer):
-            return names[peer] == names[group.rank]
-
         set_rate(group, SLOW)
-        found = watched(
-            group,
-            rows,
-            lambda peer, channel: channel == SUMS and is_near(peer),
-            lambda peer, channel: channel in (VALUES, SUMS) and not is_near(peer),
-        )
-        return found
+        coming = [VALUES, SUMS]
+        return watched(group, names, rows, sent=([SUMS], True), received=(coming, False))
 
     link, within = network
     found = simulated.run(len(names), link, program, hosts=names, within=within)
     for (sent, received, total), leads in zip(found, has_place(names), strict=True):
-        assert torch.equal(total.indices, rows.indices)
-        assert torch.equal(total.values, len(names) * rows.values)
+        same(total, dataclasses.replace(rows, values=len(names) * rows.values))
         assert bool(received) == leads
         if leads:
             assert sent and min(sent) < max(received)
-
-
-def check(done):
-    """Rows go to the block, its sums to the other blocks, and all sums to the block."""
-    sizes = done.sizes
-    counts = [len(ranks) for ranks in sizes.blocks]
-    of_block = min(max(counts) * sizes.mean, done.union)
-    between = (len(counts) - 1) * of_block / min(counts)
-    values = (sizes.mean + done.union) * sizes.row + between * sizes.partial
-    indices = 4 * (sizes.mean + done.union + between)
-    assert done.bytes <= 1.05 * (values + indices)
-
-
-@pytest.mark.parametrize(("ranks", "each"), [(16, 8), (61, 1)])
-def test_it_sends_rows_of_blocks_once(ranks, each, sent):
-    hosts = [f"{rank // each}" for rank in range(ranks)]
-    done = sent(hosts, lambda rank: spread(rank, 1000, 20_000))
-    assert done.sizes.blocks
-    check(done)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +603,7 @@ def test_what_runs_between_hosts_sends_sums_of_hosts(between, names, between_blo
     between_blocks(between)
     done = sent(names, lambda rank: spread(rank, 4000, 80_000))
     assert done.sizes.blocks == blocks_of(names)
-    check(done)
+    check_stages(done)
 
 
 @pytest.mark.parametrize(
@@ -655,7 +618,7 @@ def test_only_sums_between_hosts_travel_wider(given, wire_dtype, names, sent):
     done = sent(names, rows, wire_dtype=wire_dtype)
     assert done.sizes.partial == 2 * done.sizes.row
     assert done.sizes.blocks == blocks_of(names)
-    check(done)
+    check_stages(done)
 
 
 # The stages ------------------------------------------------------------------------------------
@@ -668,13 +631,6 @@ def sizes_of(hosts, **changes):
         places=1_000_000, hosts=Hosts.named(hosts),
     )  # fmt: skip
     return sizes.but(**changes)
-
-
-@pytest.mark.parametrize(
-    "hosts", ["aaaabbbb", "aabbccdd", "aaaabbb", "aaaaabc", "abababa", "abcdefgh", "aaaaaaaa"]
-)
-def test_blocks_are_hosts_where_ranks_share_them(hosts):
-    assert in_stages(sizes_of(hosts)).blocks == blocks_of(hosts)
 
 
 @pytest.mark.parametrize("ranks", [17, 61, 62, 1021, 10_007])

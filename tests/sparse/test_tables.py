@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from cases import in_case
+from cases import in_case, same
 from weft import kernels
 from weft.base.devices import as_device, on_host
 from weft.kernels import reference
@@ -66,11 +66,16 @@ def check(group, got, kinds, count, op="sum", missing=()):
     with LOCK:  # made once: ranks that are threads, and all algorithms, want the same
         wants = _wants(group.size, tuple(kinds), count, op, tuple(missing))
     for number, (result, want) in enumerate(zip(got, wants, strict=True)):
-        assert result.indices.dtype == want.indices.dtype
-        assert torch.equal(result.indices, want.indices), number
-        assert result.values.dtype == want.values.dtype
-        assert torch.equal(result.values, want.values), number
-        assert result.height == want.height
+        with in_case(number):
+            alike(result, want)
+            assert result.height == want.height
+
+
+def alike(result, want):
+    """In bits and dtypes."""
+    same(result, want)
+    assert result.indices.dtype == want.indices.dtype
+    assert result.values.dtype == want.values.dtype
 
 
 def mine(group, kinds, count, missing=()):
@@ -117,12 +122,10 @@ def check_against_single_calls(group, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
     got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
     record = last_call()
+    single = "gather" if algorithm == "auto" else algorithm
     for result, each in zip(got, rows, strict=True):
-        single = "gather" if algorithm == "auto" else algorithm
-        want = weft.sparse_all_reduce(each, algorithm=single, **options)
-        assert torch.equal(result.indices, want.indices)
-        assert result.values.dtype is want.values.dtype
-        assert torch.equal(result.values, want.values), (algorithm, options)
+        with in_case(algorithm, options):
+            alike(result, weft.sparse_all_reduce(each, algorithm=single, **options))
     return record.algorithm
 
 
@@ -310,29 +313,27 @@ def test_forms(group):
         coo, pair, last_ = weft.sparse_all_reduce(given, algorithm=name)
         assert coo.is_coalesced()
         assert coo.shape == (50, 3)
-        assert torch.equal(coo.values(), plain[0].values)
-        assert torch.equal(pair[1], plain[1].values)
-        assert torch.equal(last_.values, plain[2].values)
+        for found, want in zip((weft.Rows.from_coo(coo), pair, last_), plain, strict=True):
+            same(found, want)
     listed = list(rows)
     work = weft.sparse_all_reduce(listed, async_op=True)
     listed.clear()  # for the next step; the tables are those of the call
     for result, want in zip(work.wait(), plain, strict=True):
-        assert torch.equal(result.values, want.values)
+        same(result, want)
 
 
 @spmd(1, 3, on=EVERYWHERE)
 def test_results_are_the_callers(group):
     rows = mine(group, KINDS, 20)
-    before = [(each.indices.clone(), each.values.clone()) for each in rows]
+    before = [weft.Rows(each.indices.clone(), each.values.clone()) for each in rows]
     got = weft.sparse_all_reduce(rows)
     for result in got:
         result.indices.fill_(3)
         result.values.fill_(3)
     weft.sparse_all_reduce(rows)
     assert all(result.values.eq(3).all() and result.indices.eq(3).all() for result in got)
-    for each, (indices, values) in zip(rows, before, strict=True):
-        assert torch.equal(each.indices, indices)
-        assert torch.equal(each.values, values)
+    for each, want in zip(rows, before, strict=True):
+        same(each, want)
 
 
 def one_hot(group, number, *row_shape):
