@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from cases import alike, same
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
 
@@ -39,17 +40,6 @@ def world(ranks, op, wire_dtype, *options):
     """Everybody's rows and what they come to: made once, by one of the ranks that are threads."""
     with LOCK:
         return _world(ranks, op, wire_dtype, options)
-
-
-def alike(group, values):
-    """All ranks have the bits of rank 0."""
-    bits = values.contiguous().view(-1).view(torch.uint8)
-    other = bits.clone()
-    if group.rank:
-        group.post((), [(0, other)]).wait()
-    else:
-        group.post([(peer, bits) for peer in group.peers]).wait()
-    assert torch.equal(bits, other)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,22 +181,18 @@ def test_an_average_overflows_only_if_it_is_too_large_itself(group):
 def test_what_is_sent_is_half(group):
     rows = part(group.rank, count=4000, height=100_000)
     wide = weft.Rows(rows.indices, rows.values.repeat(1, 100), rows.height)
-    for name in ("gather", "split"):
+    few = weft.Rows(rows.indices[:50], wide.values[:50], rows.height)
+    for mine, name in ((wide, "gather"), (wide, "split"), (few, "auto")):
         sent = []
         for wire_dtype in (None, torch.bfloat16):
-            weft.sparse_all_reduce(wide, algorithm=name, wire_dtype=wire_dtype)
-            sent.append(last_call().sent_bytes)
-            said = weft.explain(wide, algorithm=name, wire_dtype=wire_dtype)
+            weft.sparse_all_reduce(mine, algorithm=name, wire_dtype=wire_dtype)
+            record = last_call()
+            assert record.algorithm == ("eager" if name == "auto" else name)
+            sent.append(record.sent_bytes)
+            said = weft.explain(mine, algorithm=name, wire_dtype=wire_dtype)
             assert said.sizes.row == (1200 if wire_dtype is None else 600)
-            assert last_call().bound_bytes == round(said.sizes.bound(last_call().union))
+            assert record.bound_bytes == round(said.sizes.bound(record.union))
         assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
-    few = weft.Rows(rows.indices[:50], wide.values[:50], rows.height)
-    sent = []
-    for wire_dtype in (None, torch.bfloat16):
-        weft.sparse_all_reduce(few, wire_dtype=wire_dtype)
-        assert last_call().algorithm == "eager"
-        sent.append(last_call().sent_bytes)
-    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,20 +237,11 @@ def test_half_precision_is_rounded_once_if_asked(group, name, dtype):
     want = rounded_once(parts, dtype)
     mine = parts[group.rank]
     total = weft.sparse_all_reduce(mine, algorithm=name, wire_dtype=torch.float32)
-    assert torch.equal(total.indices, want.indices)
-    assert total.values.dtype is dtype and torch.equal(total.values, want.values)
+    assert total.values.dtype is dtype
+    same(total, want)
     tensor = weft.sparse_all_reduce(mine.to_coo(), algorithm=name, wire_dtype=torch.float32)
-    assert torch.equal(tensor._values(), want.values)
-    oracle = expected(parts, "sum", torch.float32)
-    assert torch.equal(oracle.values, want.values)
-
-
-@spmd(2, on=("device",))
-def test_half_precision_of_an_accelerator_is_rounded_once_if_asked(group):
-    dtype = torch.bfloat16
-    parts = [halves(rank, dtype) for rank in (0, 2)]
-    total = weft.sparse_all_reduce(parts[group.rank], wire_dtype=torch.float32)
-    assert torch.equal(total.values, rounded_once(parts, dtype).values)
+    same(weft.Rows.from_coo(tensor), want)
+    same(expected(parts, "sum", torch.float32), want)
 
 
 @spmd(2, on=("processes",))
@@ -279,14 +256,13 @@ def test_258_is_no_longer_256(group):
 
 
 @pytest.mark.parametrize("dtype", WIRE)
-@spmd(1, 2, 3, 4, on=("threads",))
+@spmd(1, 2, 3, 4, on=("threads", "device"))
 def test_all_that_reduces_rounds_once_if_asked(group, dtype):
     parts = [halves(rank, dtype) for rank in range(group.size)]
     mine, want = parts[group.rank], rounded_once(parts, dtype)
     wide = {"wire_dtype": torch.float32}
 
-    mean = weft.sparse_all_reduce(mine, "avg", **wide)
-    assert torch.equal(mean.values, rounded_once(parts, dtype, mean=True).values)
+    same(weft.sparse_all_reduce(mine, "avg", **wide), rounded_once(parts, dtype, mean=True))
 
     part = weft.sparse_reduce_scatter(mine, **wide)
     there = torch.isin(want.indices, part.indices)
@@ -297,28 +273,16 @@ def test_all_that_reduces_rounds_once_if_asked(group, dtype):
         assert torch.equal(total.values, want.values)
 
     floats = weft.Rows(mine.indices, mine.values.float(), mine.height)
-    several = weft.sparse_all_reduce([mine, floats, mine], **wide)
-    for table in (several[0], several[2]):
-        assert table.values.dtype is dtype and torch.equal(table.values, want.values)
-    assert several[1].values.dtype is torch.float32
-
-    async_total = weft.sparse_all_reduce(mine, async_op=True, **wide).wait()
-    assert torch.equal(async_total.values, want.values)
+    first, between, last = weft.sparse_all_reduce([mine, floats, mine], **wide)
+    assert between.values.dtype is torch.float32
+    (alone,) = weft.sparse_all_reduce([mine], **wide)
+    later = weft.sparse_all_reduce(mine, async_op=True, **wide).wait()
+    for total in (first, last, alone, later):
+        assert total.values.dtype is dtype
+        same(total, want)
 
     moved = weft.sparse_all_gather(mine, **wide)
     assert torch.equal(moved.values, torch.cat([each.values for each in parts]))
-
-
-@pytest.mark.parametrize("dtype", WIRE)
-@spmd(1, 3, on=("threads", "device"))
-def test_a_result_that_is_rounded_once_has_the_callers_dtype(group, dtype):
-    parts = [halves(rank, dtype) for rank in range(group.size)]
-    mine, want = parts[group.rank], rounded_once(parts, dtype)
-    total = weft.sparse_all_reduce(mine, wire_dtype=torch.float32)
-    (alone,) = weft.sparse_all_reduce([mine], wire_dtype=torch.float32)
-    for found in (total, alone):
-        assert found.values.dtype is dtype
-        assert torch.equal(found.values, want.values)
 
 
 @spmd(2, on=("threads",))

@@ -144,13 +144,14 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
             ids = rows.indices.long()
             most = end if rows.height is None else min(end, rows.height)
             keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
-            kinds.setdefault((rows.values.dtype, rows.row_shape), []).append((request, keys))
+            kind = request.half, rows.values.dtype, rows.row_shape  # as `_kinds` tells them apart
+            kinds.setdefault(kind, []).append((request, keys))
             request.highest = 0  # not -1: the table has rows
-    tall = [torch.cat([keys for _, keys in kind]) for kind in kinds.values()]
+    tall = [torch.cat([keys for _, keys in tables]) for tables in kinds.values()]
     surveys = kernels.survey(tall, POINTS)
-    for kind, survey in zip(kinds.values(), surveys, strict=True):
-        kind[0][0].survey = survey
-        for request, _ in kind if survey.lowest < 0 else ():
+    for tables, survey in zip(kinds.values(), surveys, strict=True):
+        tables[0][0].survey = survey
+        for request, _ in tables if survey.lowest < 0 else ():
             if request.look_at_ends().highest >= end:
                 request.error = request.error or _too_large(request.highest)
     return _wrong(requests)
