@@ -2,7 +2,7 @@
 and that tests of wires and groups reach nothing of weft's by an underscore.
 
 The types of torch.distributed may be named anywhere, its functions called only by few. The order of
-weft's own layers is import-linter's business, too (`make layers`).
+weft's own layers is import-linter's business (`make layers`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import functools
 import graphlib
 import importlib.util
 import textwrap
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import weft
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
@@ -131,38 +128,6 @@ def test_files_import_in_no_circle():
     assert circle_in(graph) == []
 
 
-def layers():
-    """The layers of the house, as import-linter has them, the highest first; each is packages."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    (contract,) = [each for each in contracts if each["type"] == "layers"]
-    return [layer.split(" | ") for layer in contract["layers"]]
-
-
-def arrows_upward(graph, layers):
-    """Imports of what does not lie in a lower layer, nor in the same package."""
-    depths = {package: depth for depth, layer in enumerate(layers) for package in layer}
-
-    def package_of(module):
-        return ".".join(module.split(".")[:2])
-
-    found = []
-    for module, imported in graph.items():
-        own = package_of(module)
-        for other in map(package_of, imported):
-            # what is in no layer is the face of the house, above all of them
-            if other != own and depths.get(other, -1) <= depths[own]:
-                found.append(f"{module} imports {other}")
-    return found
-
-
-def test_files_import_from_below_alone():
-    """For types, too, and late."""
-    graph = all_of_weft()
-    assert "weft.base._torch" in graph["weft.backend.group"]
-    assert arrows_upward(graph, layers()) == []
-
-
 LINES = [
     "from .one import a",
     "from . import one",
@@ -190,14 +155,6 @@ def house(tmp_path):
 @pytest.mark.parametrize("line", LINES)
 def test_a_circle_is_seen(house, line):
     assert set(circle_in(house(line))) == {"house.one", "house.two"}
-
-
-@pytest.mark.parametrize("line", [*LINES, "import house"])
-def test_an_arrow_upward_is_seen(house, line):
-    graph = house(line)
-    del graph["house"]  # the face imports from everywhere
-    upward = "house" if line == "import house" else "house.one"
-    assert arrows_upward(graph, [["house.one"], ["house.two"]]) == [f"house.two imports {upward}"]
 
 
 # making an object is free
