@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from weft.base.pace import patient
 TOOL = Path(__file__).resolve().parent.parent / "tools/install-torch"
 
 
-def wheel(name: str, version: str, needs: str = "") -> bytes:
+def wheel(name, version, needs=""):
     """A package of nothing but metadata."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -42,23 +41,23 @@ def wheel(name: str, version: str, needs: str = "") -> bytes:
 class Index:
     """A simple index at a port of the loopback: its pages, its files, what it was asked for."""
 
-    def __init__(self) -> None:
-        self.pages: dict[str, bytes] = {}
-        self.asked: list[str] = []
+    def __init__(self):
+        self.pages = {}
+        self.asked = []
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def add(self, name: str, version: str, needs: str = "") -> None:
+    def add(self, name, version, needs=""):
         file = f"{name}-{version}-py3-none-any.whl"
         self.pages[f"/{name}/"] = f'<a href="/files/{file}">{file}</a>'.encode()
         self.pages[f"/files/{file}"] = wheel(name, version, needs)
 
-    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+    def _handler(self):
         index = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 path = self.path.replace("%2B", "+")
                 index.asked.append(path)
                 page = index.pages.get(path)
@@ -67,18 +66,18 @@ class Index:
                 self.end_headers()
                 self.wfile.write(page or b"")
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 pass
 
         return Handler
 
-    def close(self) -> None:
+    def close(self):
         self._server.shutdown()
         self._server.server_close()
 
 
 @pytest.fixture
-def registry() -> Iterator[Index]:
+def registry():
     found = Index()
     found.add("torch", "2.13.0", needs="jinja2")
     found.add("jinja2", "3.0")
@@ -87,15 +86,13 @@ def registry() -> Iterator[Index]:
 
 
 @pytest.fixture
-def index() -> Iterator[Index]:
+def index():
     found = Index()
     yield found
     found.close()
 
 
-def installed(
-    url: str, registry: Index, folder: Path, constraint: str = "torch==2.13.0"
-) -> set[str]:
+def installed(url, registry, folder, constraint="torch==2.13.0"):
     """What the tool installs into a folder, on a machine whose package registry is `registry`."""
     (folder / "constraints.txt").write_text(f"{constraint}\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}

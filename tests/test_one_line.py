@@ -11,7 +11,7 @@ TOOL = Path(__file__).parents[1] / "tools/one-line"
 TALKS = "import time\nfor n in range(200): print('line', n, 'x' * 300)\ntime.sleep(0.5)"
 
 
-def one_line(code: str, **options) -> subprocess.CompletedProcess[str]:
+def one_line(code, **options):
     command = [sys.executable, TOOL, sys.executable, "-c", code]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, **options)
 
@@ -44,7 +44,7 @@ def test_a_terminal_has_the_newest_line_cut_to_its_width():
     assert "line 199" in pictures[-1]
 
 
-def _read(end: int) -> bytes:
+def _read(end):
     try:
         return os.read(end, 1 << 16)
     except OSError:  # the other end is closed

@@ -25,7 +25,7 @@ implicit_reexport = true
 """
 
 
-def test_mypy_takes_right_uses_and_refuses_each_wrong_one(tmp_path: Path) -> None:
+def test_mypy_takes_right_uses_and_refuses_each_wrong_one(tmp_path):
     (tmp_path / "mypy.ini").write_text(READ)
     line = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", f"--cache-dir={os.devnull}"]
     line += ["--config-file", str(tmp_path / "mypy.ini"), str(USES)]

@@ -9,7 +9,7 @@ import torch
 from weft.base.tensors import shares_elements
 
 
-def test_elements_share_memory_where_two_places_are_one() -> None:
+def test_elements_share_memory_where_two_places_are_one():
     memory = torch.empty(100)
     shapes = [(), (0,), (1, 3), (2, 3), (3, 2), (0, 4), (2, 1, 3), (2, 3, 2)]
     for shape in shapes:

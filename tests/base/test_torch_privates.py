@@ -28,16 +28,14 @@ from weft.base._torch import (
 from weft.base.pace import patient
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def without(monkeypatch, *names):
     """As on a torch that lacks these."""
     for name in names:
         monkeypatch.setattr(_torch, name, None)
 
 
 @pytest.mark.parametrize("missing", [(), ("_modes",)])
-def test_modes_are_left_and_come_back(
-    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modes_are_left_and_come_back(missing, monkeypatch):
     without(monkeypatch, *missing)
     make = without_modes(torch.empty)
     assert make(1).is_cpu
@@ -49,14 +47,12 @@ def test_modes_are_left_and_come_back(
 @pytest.mark.parametrize(
     "missing", [(), ("_transform",), ("_wrapped",), ("_transform", "_wrapped")]
 )
-def test_transforms_are_seen_and_left(
-    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transforms_are_seen_and_left(missing, monkeypatch):
     without(monkeypatch, *missing)
     make = without_transforms(torch.zeros)
-    seen: list[bool] = []
+    seen = []
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x):
         seen.extend([is_wrapped(x), is_wrapped(make(1))])
         return x.sum()
 
@@ -66,19 +62,17 @@ def test_transforms_are_seen_and_left(
     assert not any(map(is_wrapped, [torch.ones(1), torch.ones(1).to_sparse()]))
 
 
-def test_what_cannot_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_left(monkeypatch):
     without(monkeypatch, "_no_modes", "_no_transforms")
     assert without_modes(torch.empty) is without_transforms(torch.empty) is torch.empty
 
 
 @pytest.mark.parametrize("missing", [(), ("_frames",)])
-def test_the_compiler_does_not_look_into_it(
-    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_does_not_look_into_it(missing, monkeypatch):
     without(monkeypatch, *missing)
-    compiling: list[bool] = []
+    compiling = []
 
-    def told(x: torch.Tensor) -> torch.Tensor:
+    def told(x):
         compiling.append(torch.compiler.is_compiling())
         return x + 1
 
@@ -88,10 +82,10 @@ def test_the_compiler_does_not_look_into_it(
     assert compiling == [False]
 
 
-def test_the_end_of_a_backward() -> None:
-    order: list[object] = []
+def test_the_end_of_a_backward():
+    order = []
 
-    def hook(grad: torch.Tensor) -> None:
+    def hook(grad):
         order.append(backward_id())
         at_end_of_backward(lambda: order.append("end"))
 
@@ -107,9 +101,9 @@ def test_the_end_of_a_backward() -> None:
 
 
 @pytest.mark.parametrize("missing", ["_graph_task", "_engine"])
-def test_backwards_that_are_not_known(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backwards_that_are_not_known(missing, monkeypatch):
     without(monkeypatch, missing)
-    seen: list[int] = []
+    seen = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: seen.append(backward_id()))
     x.sum().backward()
@@ -117,7 +111,7 @@ def test_backwards_that_are_not_known(missing: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lacks", [False, True])
-def test_process_groups(lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_groups(lacks, tmp_path, monkeypatch):
     if lacks:
         monkeypatch.delattr(distributed_c10d, "_resolve_process_group")
         monkeypatch.delattr(distributed_c10d, "_get_process_group_store")
@@ -172,7 +166,7 @@ with weft.init() as group:
 """
 
 
-def test_weft_works_without_any_of_them() -> None:
+def test_weft_works_without_any_of_them():
     run = subprocess.run(
         [sys.executable, "-c", NONE_OF_THEM], capture_output=True, text=True, timeout=patient(120.0)
     )
@@ -180,7 +174,7 @@ def test_weft_works_without_any_of_them() -> None:
     assert run.stdout.strip() == "[0.0, 3.0, 0.0]"
 
 
-def test_no_other_module_names_them() -> None:
+def test_no_other_module_names_them():
     """A private name has one place, where its fallback is, too."""
     root = Path(weft.__file__).parent
     private = ("torch._C", "_functorch", "_execution_engine", "torch._foreach", "c10d._")
@@ -192,7 +186,7 @@ def test_no_other_module_names_them() -> None:
     assert naming == []
 
 
-def test_who_serves_a_device() -> None:
+def test_who_serves_a_device():
     group = dist.ProcessGroup(0, 1)
     assert backend_of(group, torch.device("cpu")) is None
     gloo = gloo_group(dist.HashStore(), 0, 1, 7.0, ["lo"])
@@ -202,7 +196,7 @@ def test_who_serves_a_device() -> None:
 
 
 @pytest.mark.parametrize("missing", [(), ("_Options",), ("create_device",)])
-def test_a_gloo_group_is_made(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gloo_group_is_made(missing, monkeypatch):
     for name in missing:
         monkeypatch.delattr(dist.ProcessGroupGloo, name)
     group = gloo_group(dist.HashStore(), 0, 1, 7.0, ["lo"])

@@ -15,7 +15,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_same_again_and_different_elsewhere(name: str) -> None:
+def test_the_same_again_and_different_elsewhere(name):
     case = SMALL[name]
     drawn, numbers = indices(case, 1), values(case, 1)
     assert torch.equal(indices(case, 1), drawn) and torch.equal(values(case, 1), numbers)
@@ -26,10 +26,10 @@ def test_the_same_again_and_different_elsewhere(name: str) -> None:
     shape = (case.rows,) if case.width == 1 else (case.rows, case.width)
     assert numbers.shape == shape and numbers.dtype is torch.float32
     assert set(numbers.flatten().tolist()) == set(range(-8, 9))
-    assert case.distribution == "zipf" or len(drawn.unique()) == case.rows  # type: ignore[no-untyped-call]
+    assert case.distribution == "zipf" or len(drawn.unique()) == case.rows
 
 
-def test_the_data_are_those_that_figures_of_before_are_of() -> None:
+def test_the_data_are_those_that_figures_of_before_are_of():
     """Whoever changes them makes the figures of the notes and of design documents incomparable."""
     own, shape = indices(CASES["zipf"], 1), torch.arange(1, 50_001)
     assert int((own * shape).sum()) == 88189720980652
@@ -37,7 +37,7 @@ def test_the_data_are_those_that_figures_of_before_are_of() -> None:
     assert float((numbers * torch.arange(len(numbers))).sum()) == -23799985175.0
 
 
-def test_zipf_halves_from_the_first_to_the_second_index() -> None:
+def test_zipf_halves_from_the_first_to_the_second_index():
     case = Case("z", 200_000, 1000, distribution="zipf", width=1)
     count = torch.bincount(indices(case, 0), minlength=1000).double()
     weight = 1 / torch.arange(1, 1001, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_zipf_halves_from_the_first_to_the_second_index() -> None:
     assert ((count - expected).abs() <= 6 * expected.sqrt()).all()
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_rows_that_do_not_fit_are_refused():
     with pytest.raises(
         weft.WeftError, match="case x: 11 distinct rows do not fit in a height of 10"
     ):
@@ -56,9 +56,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("width", [1, 3])
-def test_equals_the_sum_row_by_row(width: int, ranks: int) -> None:
+def test_equals_the_sum_row_by_row(width, ranks):
     case = Case("tiny", 12, 15, width, "zipf")
-    found: dict[int, torch.Tensor] = {}
+    found = {}
     for rank in range(ranks):
         for index, row in zip(indices(case, rank).tolist(), values(case, rank), strict=True):
             found[index] = found[index] + row if index in found else row

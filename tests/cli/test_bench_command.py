@@ -2,8 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ from weft.testing import launch
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def invoke(options: str = "") -> int:
+def invoke(options=""):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *shlex.split(options)])
     assert isinstance(ended.value.code, int)
@@ -32,11 +30,11 @@ Asked = list[tuple[int, tuple[Any, ...]]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(monkeypatch):
     """What would have been launched: on how many ranks, and with what."""
-    jobs: Asked = []
+    jobs = []
 
-    def launched(ranks: int, target: object, args: tuple[Any, ...]) -> list[list[Result]]:
+    def launched(ranks, target, args):
         jobs.append((ranks, args))
         return [[]] * ranks
 
@@ -44,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return jobs
 
 
-def test_the_usual_job(asked: Asked) -> None:
+def test_the_usual_job(asked):
     assert invoke() == 0
     [(ranks, (cases, names, iters, _, unprivileged))] = asked
     assert [case.name for case in cases] == ["zipf", "small", "full"] and ranks == 4
@@ -54,7 +52,7 @@ def test_the_usual_job(asked: Asked) -> None:
     assert asked[1][1][0] == tuple(CASES.values())
 
 
-def test_options_reach_the_job(asked: Asked) -> None:
+def test_options_reach_the_job(asked):
     given = "--case zipf,full --ranks 3 --algorithm all --peers none --iters 2 --unprivileged"
     assert invoke(given) == 0
     [(ranks, (cases, names, iters, _, unprivileged))] = asked
@@ -72,7 +70,7 @@ def test_options_reach_the_job(asked: Asked) -> None:
         ("--case wide --rows 7", Case("wide", 7, 100_000, 1024)),
     ],
 )
-def test_own_sizes(given: str, expected: Case, asked: Asked) -> None:
+def test_own_sizes(given, expected, asked):
     assert invoke(given) == 0
     assert asked[0][1][0] == (expected,)
 
@@ -80,19 +78,17 @@ def test_own_sizes(given: str, expected: Case, asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [("ok", 0), ("refused", 0), ("wrong", 1), ("failed", 1)]
 )
-def test_the_exit_status_tells_whether_weft_failed(
-    monkeypatch: pytest.MonkeyPatch, status: str, code: int
-) -> None:
+def test_the_exit_status_tells_whether_weft_failed(monkeypatch, status, code):
     found = [Result("zipf", "weft:auto", status)]
     monkeypatch.setattr(command, "launch", lambda *_: [found, found])
     assert invoke() == code
 
 
-def cells(line: str) -> list[str]:
+def cells(line):
     return line.split()
 
 
-def test_columns_are_split_by_white_space(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_are_split_by_white_space(capsys):
     ours = Result("zipf", "weft:auto", seconds=[0.1, 0.2, 0.4], algorithm="split")
     ours.sent_bytes, ours.bound_bytes = 51e6, 34_000_000
     torch = Result("zipf", "torch", seconds=[0.5, 0.6, 0.7])
@@ -106,9 +102,7 @@ def test_columns_are_split_by_white_space(capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, (first, second, third))) <= 88
 
 
-def test_it_launches_measures_prints_and_writes(
-    tmp_path: Path, programs: Callable[..., Any]
-) -> None:
+def test_it_launches_measures_prints_and_writes(tmp_path, programs):
     file = tmp_path / "found.json"
     given = "--ranks 2 --case small,full --rows 20 --height 900 --iters 2 --algorithm auto,split"
     code = "import runpy; runpy.run_module('weft', run_name='__main__')"
@@ -130,14 +124,12 @@ def test_it_launches_measures_prints_and_writes(
     assert [*found["rows"][0]] == fields.split()  # who changes one also changes the version
 
 
-def as_a_rank(given: str) -> int:
+def as_a_rank(given):
     """The command in a process that a launcher has told its rank."""
     return invoke(given)
 
 
-def test_under_a_launcher_each_process_is_a_rank(
-    tmp_path: Path, programs: Callable[..., Any]
-) -> None:
+def test_under_a_launcher_each_process_is_a_rank(tmp_path, programs):
     file = tmp_path / "found.json"
     place = shlex.quote(str(file))
     given = f"--case small --rows 20 --height 900 --iters 1 --peers torch --json {place}"

@@ -1,20 +1,17 @@
 """`benchmarks/goals.py`: each goal is judged, and only what reached it is called so."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def goals(script: Callable[[str], ModuleType]) -> ModuleType:
+def goals(script):
     return script("benchmarks/goals.py")
 
 
-def a_run(case: str, median: float, status: str = "ok", **others: float) -> list[dict[str, Any]]:
+def a_run(case, median, status="ok", **others):
     """One run of a case: weft's auto took `median`, the bound takes 1, the others as given."""
     ratios = {f"{name}_ratio": other / median for name, other in others.items()}
     auto = {"case": case, "by": "weft:auto", "status": status, "time_ratio": median}
@@ -22,7 +19,7 @@ def a_run(case: str, median: float, status: str = "ok", **others: float) -> list
     return [auto | ratios, {"case": case, "by": "torch", "status": "ok", "torch_ratio": None}]
 
 
-def judged(goals: ModuleType, link: str, *runs: list[dict[str, Any]]) -> dict[str, bool]:
+def judged(goals, link, *runs):
     return {verdict.goal.name: verdict.reached for verdict in goals.judge({link: list(runs)})}
 
 
@@ -49,12 +46,12 @@ EACH = (  # link, case, auto's time over the bound's, the peers' times, which go
 
 
 @pytest.mark.parametrize("number", range(len(EACH)))
-def test_each_goal(goals: ModuleType, number: int) -> None:
+def test_each_goal(goals, number):
     link, case, median, others, figure, reached = EACH[number]
     assert judged(goals, link, a_run(case, median, **others))[figure] is reached
 
 
-def test_the_median_of_the_runs_must_reach_it_and_a_wrong_one_does_not(goals: ModuleType) -> None:
+def test_the_median_of_the_runs_must_reach_it_and_a_wrong_one_does_not(goals):
     good, bad = a_run("zipf", 1.0, torch=4.0), a_run("zipf", 1.0, torch=1.0)
     assert judged(goals, "one-host", good, good, bad)["torch / weft"]
     assert not judged(goals, "one-host", good, bad, bad)["torch / weft"]
@@ -64,14 +61,14 @@ def test_the_median_of_the_runs_must_reach_it_and_a_wrong_one_does_not(goals: Mo
     assert goals.judge({"8x1gbit": [good]}) == goals.judge({}) == []  # there is no goal
 
 
-def test_files_are_read_by_link(goals: ModuleType, tmp_path: Path) -> None:
+def test_files_are_read_by_link(goals, tmp_path):
     for name, rows in (("4x1gbit-1", ["a"]), ("4x1gbit-2", ["b"]), ("one-host-8-1", ["c"])):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
     assert goals.read(tmp_path) == {"4x1gbit": [["a"], ["b"]], "one-host-8": [["c"]]}
 
 
-def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals: ModuleType) -> None:
-    def run(median: float, torch: float, status: str = "ok") -> list[dict[str, Any]]:
+def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals):
+    def run(median, torch, status="ok"):
         [auto, peer] = a_run("zipf", median, status, torch=torch)
         return [auto | {"algorithm": "split"}, peer]
 
@@ -86,7 +83,7 @@ def test_a_table_has_medians_and_ranges_of_the_runs_that_were_right(goals: Modul
 
 
 @pytest.mark.parametrize("link", ["one-host-8", "8x250mbit"])
-def test_commands_name_the_link(goals: ModuleType, link: str) -> None:
+def test_commands_name_the_link(goals, link):
     where = goals.LINKS[link]
     argv = goals.command(where, ["wide", "full"], "all", Path("x.json"))
     assert {"wide,full", "bench", "--unprivileged", "8"} <= set(argv)
@@ -95,8 +92,8 @@ def test_commands_name_the_link(goals: ModuleType, link: str) -> None:
         assert argv[argv.index("--rate") + 1] == where.rate and goals.RATES[where.rate]
 
 
-def test_figures_are_those_of_seconds_and_bytes(goals: ModuleType) -> None:
-    def row(by: str, status: str, seconds: list[float], nbytes: int = 0) -> dict[str, Any]:
+def test_figures_are_those_of_seconds_and_bytes(goals):
+    def row(by, status, seconds, nbytes=0):
         named = {"case": "uniform", "by": by, "status": status}
         return named | {"seconds": seconds, "bound_bytes": nbytes}
 
@@ -109,7 +106,7 @@ def test_figures_are_those_of_seconds_and_bytes(goals: ModuleType) -> None:
     assert dense["median_seconds"] is None and "host_bound_ratio" not in auto
 
 
-def test_the_host_bound_is_counted_from_the_rows_of_the_cases(goals: ModuleType) -> None:
+def test_the_host_bound_is_counted_from_the_rows_of_the_cases(goals):
     link = goals.LINKS["2x4x1gbit"]
     assert goals.host_bound("identical", link) == 50_000 * 260  # all leave and enter each host
     rows = goals.host_bound("small", link) / 260

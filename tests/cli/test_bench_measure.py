@@ -6,9 +6,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ import torch.distributed as dist
 
 import weft
 from weft.cli.bench.cases import CASES, Case, answer, indices, values
-from weft.cli.bench.measure import DENSE_LIMIT, Result, contender, digest, run
-from weft.group.group import Group
+from weft.cli.bench.measure import DENSE_LIMIT, contender, digest, run
 from weft.testing import processes
 from weft.testing import run as in_pool
 
@@ -25,14 +22,14 @@ PEERS = ("torch", "horovod", "dense")
 TINY = Case("tiny", 60, 200, width=5, distribution="zipf")
 
 
-def on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+def on(size, body, *args):
     """Run a rank's program in so many of the processes that all tests share."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
         return in_pool(size, _within, meeting, body.__name__, args, on="processes")
 
 
-def _within(group: Group, meeting: str, body: str, args: tuple[Any, ...]) -> Any:
+def _within(group, meeting, body, args):
     """By its name, since a process of the pool has this module, and need not find it by import."""
     dist.init_process_group("gloo", meeting, rank=group.rank, world_size=group.size)
     try:
@@ -45,23 +42,23 @@ Shown = list[tuple[str, str]]
 
 
 def measured(
-    cases: tuple[Case, ...],
-    names: tuple[str, ...],
-    iters: int = 1,
-    since: float = math.inf,
-    culprit: int | None = None,
-    seconds: float = 0.0,
-    error: Exception | None = None,
-) -> tuple[list[Result], Shown]:
+    cases,
+    names,
+    iters=1,
+    since=math.inf,
+    culprit=None,
+    seconds=0.0,
+    error=None,
+):
     """What one rank finds, and what it shows.
 
     From a call on weft adds 1 to a value on the culprit (None: on all), or raises the error; on
     rank 1 each call takes so many seconds more.
     """
-    real: Callable[..., Any] = weft.sparse_all_reduce
+    real = weft.sparse_all_reduce
     numbers = itertools.count(1)
 
-    def changed(*given: Any, **named: Any) -> Any:
+    def changed(*given, **named):
         if error is not None:
             raise error
         result = real(*given, **named)
@@ -70,7 +67,7 @@ def measured(
         time.sleep(seconds * (dist.get_rank() == 1))
         return result
 
-    shown: Shown = []
+    shown = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weft, "sparse_all_reduce", changed)
         found = run(
@@ -79,7 +76,7 @@ def measured(
     return found, shown
 
 
-def test_all_contenders_are_right_and_timed() -> None:
+def test_all_contenders_are_right_and_timed():
     some = [CASES[name] for name in ("scalar", "identical", "full")]
     cases = TINY, *(replace(each, rows=100, height=1000) for each in some)
     names = "weft:auto", "weft:split", "weft:gather", *PEERS
@@ -111,7 +108,7 @@ def test_all_contenders_are_right_and_timed() -> None:
         (1, 3, "the last result differs from the first"),
     ],
 )
-def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> None:
+def test_a_wrong_result_is_seen(rank, since, words):
     for found, _ in on(2, measured, (TINY,), ("weft:gather", "torch"), 2, since, rank):
         ours, torchs = found  # all exit with the same status
         assert (ours.status, ours.why) == ("wrong", words)
@@ -119,37 +116,37 @@ def test_a_wrong_result_is_seen(rank: int | None, since: int, words: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "status"), [("weft:auto", "failed"), ("weft:gather", "refused")])
-def test_a_case_that_weft_does_not_serve_is_its_failure(name: str, status: str) -> None:
+def test_a_case_that_weft_does_not_serve_is_its_failure(name, status):
     """An algorithm that was named may refuse a case, as peers may; `auto` has no excuse."""
     error = weft.WeftError("no\nrows")
     for found, _ in on(2, measured, (TINY,), (name, "torch"), 1, math.inf, None, 0.0, error):
         assert [(one.status, one.why) for one in found] == [(status, "no rows"), ("ok", "")]
 
 
-def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
+def test_a_call_takes_as_long_as_its_slowest_rank():
     (one,), _ = on(2, measured, (TINY,), ("weft:gather",), 2, math.inf, None, 0.3)[0]
     assert min(one.seconds) >= 0.3
 
 
-def ordinary() -> tuple[str, int]:
+def ordinary():
     """In a process of its own, since the setting stays."""
     (one,) = run([TINY], ["weft:gather"], 1, list, unprivileged=True)
     return one.status, ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_ranks_run_as_an_ordinary_users_do() -> None:
+def test_ranks_run_as_an_ordinary_users_do():
     assert processes(2, ordinary) == [("ok", 0)] * 2
 
 
-def test_what_does_not_serve_is_refused_with_the_reason() -> None:
+def test_what_does_not_serve_is_refused_with_the_reason():
     tall = replace(TINY, height=DENSE_LIMIT // 20 + 1, name="tall")
     found, _ = on(2, measured, (tall,), ("weft:gather", *PEERS))[0]
     assert [one.status for one in found] == ["ok", "ok", "ok", "refused"]
     assert found[-1].why == "the table has more than 64 MiB"
 
 
-def unchanged(case: Case) -> bool:
+def unchanged(case):
     """Whether the rows are as before after everybody has had them."""
     with weft.init() as group:
         own = indices(case, group.rank), values(case, group.rank)
@@ -163,5 +160,5 @@ def unchanged(case: Case) -> bool:
         return torch.equal(own[0], before[0]) and torch.equal(own[1], before[1])
 
 
-def test_nobody_changes_the_data_of_the_next() -> None:
+def test_nobody_changes_the_data_of_the_next():
     assert on(2, unchanged, TINY) == [True, True]

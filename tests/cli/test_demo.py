@@ -6,9 +6,7 @@ import signal
 import sysconfig
 import time
 import unittest
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,13 +26,11 @@ PART = Path(unittest.__file__).parent
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(PART)})
 
 
-def test_all_three_ways_on_a_small_text(
-    tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_three_ways_on_a_small_text(tmp_path, small, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["demo", "--ranks", "2", "--steps", "100", "--out", str(tmp_path / "new" / "out")])
     out = capsys.readouterr().out
@@ -57,9 +53,7 @@ cli.main()
 """
 
 
-def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(
-    tmp_path: Path, programs: Callable[..., Any]
-) -> None:
+def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(tmp_path, programs):
     given = ["demo", "--ranks", "2", "--steps", "50000", "--out", str(tmp_path)]
     process = programs(CODE, *given, env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.monotonic() + patient(100.0)
@@ -78,8 +72,8 @@ def test_ctrl_c_keeps_what_was_made_and_leaves_no_process(
 
 
 def test_ctrl_c_ends_the_bench_in_few_lines_and_leaves_no_process(
-    programs: Callable[..., Any],
-) -> None:
+    programs,
+):
     code = "from weft import cli; cli.main()"
     given = "bench --ranks 2 --case small --rows 20 --height 900 --iters 1000000"
     process = programs(code, *given.split())
@@ -99,9 +93,7 @@ def test_ctrl_c_ends_the_bench_in_few_lines_and_leaves_no_process(
 # The text.
 
 
-def test_words_are_by_frequency_without_rare_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_by_frequency_without_rare_ones(tmp_path, monkeypatch):
     for name, content in (
         ("a.py", "b b b a a c c d " * 5 + "unique rarer rarer 12 x2 self._read_2(X2)"),
         ("deep/b.py", "B " * 5),
@@ -119,7 +111,7 @@ def test_words_are_by_frequency_without_rare_ones(
     assert {"x2", "self", "_read_2"} <= {*text.read(least=1).words}
 
 
-def test_the_most_frequent_words_are_thinned_out(small: None) -> None:
+def test_the_most_frequent_words_are_thinned_out(small):
     found = text.read()
     kept = np.bincount(found.thinned(), minlength=len(found.words)) / found.counts
     assert kept[:20].mean() < 0.2 < 0.8 < kept[len(kept) // 2 :].mean()
@@ -131,19 +123,19 @@ def test_the_most_frequent_words_are_thinned_out(small: None) -> None:
 # One rank's program.
 
 
-def batch(step: int = 0, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step=0, rank=0):
     tokens = np.arange(1000, dtype=np.int32)  # a token is its own place
     return train.batch(tokens, np.array([0.25, 1.0]), rank, step)
 
 
-def test_a_batch_depends_on_rank_and_step_alone() -> None:
+def test_a_batch_depends_on_rank_and_step_alone():
     first = batch(3)
     assert all(map(torch.equal, first, batch(3)))
     for other in (batch(4), batch(3, rank=1)):
         assert not torch.equal(first[0], other[0])
 
 
-def test_contexts_are_within_the_window() -> None:
+def test_contexts_are_within_the_window():
     pairs = [batch(step) for step in range(10)]
     words, others = (torch.cat(each) for each in zip(*pairs, strict=True))
     assert words.dtype == others.dtype == torch.int64
@@ -158,7 +150,7 @@ def test_contexts_are_within_the_window() -> None:
     assert int(others.min()) >= 0 and int(others.max()) <= 2 * text.WINDOW
 
 
-def test_the_loss_is_that_of_the_paper_and_its_gradients_are_sparse() -> None:
+def test_the_loss_is_that_of_the_paper_and_its_gradients_are_sparse():
     model = train.SkipGram(50)
     with torch.no_grad():
         model.context.weight.normal_()
@@ -179,14 +171,14 @@ def test_the_loss_is_that_of_the_paper_and_its_gradients_are_sparse() -> None:
     torch.testing.assert_close(found.to_dense(), dense)
 
 
-def test_the_ways_train_alike_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ways_train_alike_in_turns(tmp_path, monkeypatch):
     """One rank, in this process: every step is sent, in order, and all ways learn the same."""
     tokens = np.random.default_rng(0).integers(0, 40, 500).astype(np.int32)
     np.savez(tmp_path / "text.npz", tokens=tokens, noise=np.arange(1, 41) / 40)
     runs = {way: Run(way) for way in WAYS}
     order = []
 
-    def send(message: tuple[str, np.ndarray]) -> None:
+    def send(message):
         way, figures = message
         order.append(way)
         runs[way].add(figures)
@@ -206,7 +198,7 @@ def test_the_ways_train_alike_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
     assert [words[0] for words in near] == [3, 5] and len(near[0]) == 6  # itself is the nearest
 
 
-def one_sum(way: str) -> list[list[list[float]]]:
+def one_sum(way):
     """The mean of what two ranks have: row 1 of both, twice, and rows of their own."""
     with weft.init() as group:
         rows = torch.tensor([[1, 1, 2 + group.rank]])
@@ -218,6 +210,6 @@ def one_sum(way: str) -> list[list[list[float]]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_takes_the_mean_over_the_ranks(way: str) -> None:
+def test_every_way_takes_the_mean_over_the_ranks(way):
     right = [[0.0, 0.0], [3.0, 3.0], [0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
     assert launch(2, one_sum, (way,)) == [[right]] * 2

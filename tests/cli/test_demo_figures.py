@@ -15,20 +15,20 @@ from weft.cli.demo.live import Display
 from weft.cli.demo.report import page
 
 
-def step(number: int, *, scale: float = 1.0, **more: float) -> list[float]:
+def step(number, *, scale=1.0, **more):
     """A step of 21 ms times `scale`, 8 of them for sums."""
     figures = {"seconds": 0.021 * scale, "sums": 0.008 * scale, "sent": 3 << 20, "gradient": 1.0}
     figures |= {"clock": (number + 1) * 0.021 * scale, "loss": 4 - number / 20} | more
     return [figures[name] for name in FIGURES]
 
 
-def run(way: str, steps: int = 40, **more: float) -> Run:
+def run(way, steps=40, **more):
     made = Run(way)
     made.add(np.array([step(number, **more) for number in range(steps)]))
     return made
 
 
-def test_the_parts_of_a_typical_step_add_up_and_slow_ones_do_not_move_it() -> None:
+def test_the_parts_of_a_typical_step_add_up_and_slow_ones_do_not_move_it():
     made = Run("torch")
     for number in range(9):
         made.add(np.array([step(number, scale=100.0 if number == 0 else 1.0 + number / 100)]))
@@ -51,18 +51,18 @@ def test_the_parts_of_a_typical_step_add_up_and_slow_ones_do_not_move_it() -> No
         ({"gradient": 4.0}, "DO NOT AGREE over 1 steps"),
     ],
 )
-def test_ways_agree_or_do_not(more: dict[str, float], words: str) -> None:
+def test_ways_agree_or_do_not(more, words):
     agrees, said = agreement(run("weft", 1), run("dense", 1, **more))
     assert said.startswith(f"weft and PyTorch dense {words}") and agrees == ("DO NOT" not in words)
 
 
-def test_ways_that_were_interrupted_are_compared_as_far_as_both_came() -> None:
+def test_ways_that_were_interrupted_are_compared_as_far_as_both_came():
     assert agreement(run("weft", 20), run("dense", 10))[1].startswith(
         "weft and PyTorch dense agree over 10 steps"
     )
 
 
-def test_the_whole_step_is_the_headline_and_what_is_slower_is_not_called_fast() -> None:
+def test_the_whole_step_is_the_headline_and_what_is_slower_is_not_called_fast():
     some = [run("weft"), run("torch", scale=12.5), run("dense", scale=0.954)]
     assert headline(some) == (
         "A step of training with weft is 12.50x as fast as PyTorch sparse and 0.95x as fast as "
@@ -70,7 +70,7 @@ def test_the_whole_step_is_the_headline_and_what_is_slower_is_not_called_fast() 
     )
 
 
-def shown(terminal: bool, width: int, capsys: pytest.CaptureFixture[str]) -> str:
+def shown(terminal, width, capsys):
     runs = {way: Run(way) for way in WAYS}
     out = Console(file=io.StringIO(), force_terminal=terminal, width=width, height=40)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def shown(terminal: bool, width: int, capsys: pytest.CaptureFixture[str]) -> str
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.file.getvalue()) + capsys.readouterr().out
 
 
-def test_a_pipe_gets_a_line_for_each_hundred_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_a_line_for_each_hundred_steps(capsys):
     first, second = shown(False, 100, capsys).strip().splitlines()
     assert first.startswith("PyTorch sparse: steps 100, loss 3.7750, a step 21.0 ms")
     assert second.startswith("weft: steps 100, ")
@@ -92,9 +92,7 @@ def test_a_pipe_gets_a_line_for_each_hundred_steps(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_a_terminal_has_the_ways_side_by_side_and_what_is_left(
-    width: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_has_the_ways_side_by_side_and_what_is_left(width, capsys):
     text = shown(True, width, capsys)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -105,7 +103,7 @@ def test_a_terminal_has_the_ways_side_by_side_and_what_is_left(
     assert "load" in lines[-1] and "Ctrl-C" in lines[-1]
 
 
-def test_what_is_left_are_the_steps_of_all_ways() -> None:
+def test_what_is_left_are_the_steps_of_all_ways():
     runs = {way: run(way, 50, scale=scale) for way, scale in zip(WAYS, (10, 20, 30), strict=True)}
     assert Display(runs, 200).left().startswith("about 189 s left, load ")  # 150 steps of 1.26 s
     runs["dense"] = Run("dense")
@@ -116,12 +114,12 @@ NASTY = "<script>alert('&')</script>"
 
 
 @pytest.fixture(scope="module")
-def report() -> str:
+def report():
     runs = [run("weft"), run("torch", scale=2.0), run("dense", 10, scale=0.954)]
     return page(runs, ["first", NASTY])
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_others_wrote(report: str) -> None:
+def test_the_page_needs_no_other_file_and_escapes_what_others_wrote(report):
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", report)
     assert not re.search(r"@import|url\((?!#)", report)
     assert {url for url in re.findall(r"https?://[^\s\"'<]+", report) if "w3.org" not in url} <= {
@@ -133,7 +131,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_others_wrote(report: str)
     assert NASTY not in report and report.count("&lt;script&gt;") == 1
 
 
-def test_the_page_has_two_pictures_and_the_lines(report: str) -> None:
+def test_the_page_has_two_pictures_and_the_lines(report):
     assert report.count("<svg") == report.count("</svg>") == 2
     assert "$" not in re.sub(r"<svg.*?</svg>", "", report, flags=re.DOTALL)
     assert report.count("A step of training with weft is 2.00x as fast as PyTorch sparse") == 2

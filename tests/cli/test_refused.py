@@ -1,7 +1,6 @@
 """What the commands refuse: exit status 2, what is wrong and with which option, and no more."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -26,12 +25,12 @@ from weft import cli
     ],
 )
 def test_refused_with_status_2(
-    line: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    line,
+    words,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         cli.main(shlex.split(line))
