@@ -350,7 +350,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
             "error_feedback": True,
             "min_numel": 1,
             "wire_dtype": None,
-            "algorithm": "auto",
         }.items()
     },
     "State dtype": (

@@ -107,22 +107,6 @@ def unreadable(tensor: Tensor) -> str | None:
     return None
 
 
-def unwritable(tensor: Tensor) -> str | None:
-    """Why nothing can be written to a tensor of the caller's, and the remedy; None if it can.
-
-    Example:
-        >>> unwritable(torch.ones(1).expand(2))
-        'one whose elements share memory: pass a clone of it'
-    """
-    if not has_elements(tensor):
-        return f"{lacking(tensor)}: pass a strided tensor with data"
-    if shares_elements(tensor):
-        return "one whose elements share memory: pass a clone of it"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "of inference mode: pass a clone of it"
-    return None
-
-
 @functools.cache
 def serves(operation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
     """Whether torch has an operation for tensors of this dtype, on the CPU."""
@@ -183,6 +167,22 @@ def shares_elements(tensor: Tensor) -> bool:
         (True, True)
     """
     return not tensor.is_contiguous() and leads_twice(tensor.shape, tensor.stride())
+
+
+def unwritable(tensor: Tensor) -> str | None:
+    """Why nothing can be written to a tensor of the caller's, and the remedy; None if it can.
+
+    Example:
+        >>> unwritable(torch.ones(1).expand(2))
+        'one whose elements share memory: pass a clone of it'
+    """
+    if not has_elements(tensor):
+        return f"{lacking(tensor)}: pass a strided tensor with data"
+    if shares_elements(tensor):
+        return "one whose elements share memory: pass a clone of it"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "of inference mode: pass a clone of it"
+    return None
 
 
 def leads_twice(shape: Sequence[int], steps: Sequence[int]) -> bool:
