@@ -15,7 +15,7 @@ import weft
 LATER_GROUPS = "TEST_LATER_GROUPS"  # where the program has groups of its own listen
 
 
-def main(folder: str, *rendezvous: str) -> None:
+def main(folder, *rendezvous):
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     failed = Path(folder) / "failed"  # not torchrun's count of restarts: hosts may differ in it
     if "TORCHELASTIC_RUN_ID" in os.environ and not failed.exists():

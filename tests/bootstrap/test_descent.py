@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -29,15 +27,15 @@ for more in sys.argv[1:]:
 """
 
 
-def run(calls: list[str], *before: str) -> list[str]:
+def run(calls, *before):
     line = [*before, sys.executable, "-c", CHILD, *calls]
     done = subprocess.run(line, capture_output=True, text=True, timeout=patient(120.0), check=True)
     return done.stdout.splitlines()
 
 
-def starting(calls: list[str], *before: str) -> list[str]:
+def starting(calls, *before):
     """What a child of rank 0 says, which calls `weft.init` with these arguments."""
-    said: list[str] = []
+    said = []
     with weft.init(timeout=120):
         if os.environ["RANK"] == "0":
             said = run(calls, *before)
@@ -54,9 +52,7 @@ def starting(calls: list[str], *before: str) -> list[str]:
         ("False", [], ["{}", "dict(rendezvous='env://')"]),
     ],
 )
-def test_a_program_that_a_rank_starts_is_refused_at_once(
-    agent: str, before: list[str], calls: list[str], port: int
-) -> None:
+def test_a_program_that_a_rank_starts_is_refused_at_once(agent, before, calls, port):
     env = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": agent}
     if agent == "False":
         env["MASTER_PORT"] = str(port)
@@ -74,7 +70,7 @@ PLACE = Tcp("node1", 29500, "node1:29500")
 
 
 @pytest.fixture
-def marked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def marked(monkeypatch):
     """The environment of a program that rank 1 has started."""
     monkeypatch.setenv(descent.VARIABLE, "")
     descent.leave_mark(ONE, PLACE)
@@ -82,7 +78,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return RANKS | {descent.VARIABLE: mark.replace(str(os.getpid()), str(os.getppid()), 1)}
 
 
-def test_the_rank_itself_may_start_again(marked: dict[str, str]) -> None:
+def test_the_rank_itself_may_start_again(marked):
     assert "unset RANK and WORLD_SIZE" in descent.refusal(ONE, PLACE, marked)
     assert (
         descent.refusal(ONE, PLACE, RANKS | {descent.VARIABLE: os.environ[descent.VARIABLE]}) == ""
@@ -101,13 +97,11 @@ def test_the_rank_itself_may_start_again(marked: dict[str, str]) -> None:
         (Launch("alone", 0, 1, 0, 1), None),
     ],
 )
-def test_a_program_that_is_no_copy_of_its_rank_is_not_refused(
-    launch: Launch, place: Tcp | File | None, marked: dict[str, str]
-) -> None:
+def test_a_program_that_is_no_copy_of_its_rank_is_not_refused(launch, place, marked):
     assert descent.refusal(launch, place, marked) == ""
 
 
-def test_what_a_process_that_is_gone_has_left_is_not_believed(marked: dict[str, str]) -> None:
+def test_what_a_process_that_is_gone_has_left_is_not_believed(marked):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     mark = marked[descent.VARIABLE].partition(" ")[2]
@@ -133,7 +127,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupted_init_takes_its_mark_back(programs: Callable[..., Any], port: int) -> None:
+def test_an_interrupted_init_takes_its_mark_back(programs, port):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = programs(INTERRUPTED, env={**os.environ, **meeting, "RANK": "0", "WORLD_SIZE": "1"})
     assert done.communicate()[0] == "True False\n"

@@ -6,8 +6,6 @@ import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from weft.testing import processes
 
@@ -44,7 +42,7 @@ with weft.init(timeout=150) as group:
 """
 
 
-def run_here(script: str, kept: str) -> str:
+def run_here(script, kept):
     """What the script prints in this process, a rank that need not start an interpreter."""
     sys.argv = [script, kept]
     printed = io.StringIO()
@@ -53,13 +51,11 @@ def run_here(script: str, kept: str) -> str:
     return printed.getvalue()
 
 
-def totals(printed: str) -> dict[str, str]:
+def totals(printed):
     return dict(line.split(": ") for line in printed.splitlines())
 
 
-def test_a_job_whose_ranks_die_goes_on_to_the_same_result(
-    tmp_path: Path, restarted: Callable[..., dict[tuple[int, int], str]]
-) -> None:
+def test_a_job_whose_ranks_die_goes_on_to_the_same_result(tmp_path, restarted):
     script = tmp_path / "job.py"
     script.write_text(JOB)
     lines = processes(2, run_here, str(script), str(tmp_path / "whole"))

@@ -9,11 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,8 +21,6 @@ from weft.base.pace import patient
 from weft.failure.control import HELD_UP
 from weft.group.joining import connect
 from weft.rendezvous.store import AnsweringStore, SilentStoreError
-
-Programs = Callable[..., Any]
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -100,16 +94,7 @@ assert not dist.is_initialized()
 class Job:
     """Three ranks, of which one is lost at a certain place."""
 
-    def __init__(
-        self,
-        programs: Programs,
-        folder: Path,
-        where: str,
-        how: str,
-        url: str,
-        port: int,
-        victim: int,
-    ) -> None:
+    def __init__(self, programs, folder, where, how, url, port, victim):
         self.how = how
         self.limit = patient(2.0)
         folder.mkdir()
@@ -120,7 +105,7 @@ class Job:
         self._lost = ranks.pop(victim)
         self._others = ranks
 
-    def said(self) -> list[str]:
+    def said(self):
         """What the ranks say; the lost one, if it goes on once the others have ended, last."""
         said = [rank.communicate(timeout=patient(60.0))[0] for rank in self._others]
         since = float(self._lost.text().splitlines()[0])
@@ -142,8 +127,8 @@ class Job:
     ],
 )
 def test_a_rank_that_is_lost_after_the_meeting_is_named(
-    programs: Programs, where: str, at_tcp: str, at_a_file: str, port: int, tmp_path: Path
-) -> None:
+    programs, where, at_tcp, at_a_file, port, tmp_path
+):
     url = f"file://{tmp_path}/meet"
     jobs = [  # which wait at the same time
         Job(programs, tmp_path / "tcp", where, at_tcp, "", port, victim=1),
@@ -161,18 +146,14 @@ def test_a_rank_that_is_lost_after_the_meeting_is_named(
 
 
 @pytest.mark.parametrize("where", ["met", "gloo", "made", "stated"])
-def test_rank_0_is_named_where_it_dies_and_hosts_the_store(
-    programs: Programs, where: str, port: int, tmp_path: Path
-) -> None:
+def test_rank_0_is_named_where_it_dies_and_hosts_the_store(programs, where, port, tmp_path):
     *others, _ = Job(programs, tmp_path / "ranks", where, "dies", "", port, victim=0).said()
     named = "is rank 0, which hosts it, gone|rank 0 (came, and then|did not|cannot|died)"
     for text in others:
         assert re.match(rf"[\d.]+ 0 .*({named})", text), text
 
 
-def test_rank_0_is_named_where_it_stops_and_hosts_the_store(
-    programs: Programs, port: int, tmp_path: Path
-) -> None:
+def test_rank_0_is_named_where_it_stops_and_hosts_the_store(programs, port, tmp_path):
     jobs = [  # which wait at the same time
         Job(programs, tmp_path / where, where, how, url, port, victim=0)
         for where, how, url in [
@@ -201,7 +182,7 @@ signal.pause()
 
 
 @pytest.fixture
-def host(programs: Programs) -> tuple[int, int]:
+def host(programs):
     """The process that hosts a store, and the store's port."""
     program = programs(HOST)
     until = time.monotonic() + patient(60.0)
@@ -211,9 +192,7 @@ def host(programs: Programs) -> tuple[int, int]:
     return program.pid, int(program.text())
 
 
-def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, host: tuple[int, int]
-) -> None:
+def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(monkeypatch, host):
     # else a rank that is held up blames itself
     monkeypatch.setattr("weft.group.joining.HELD_UP", 60.0)
     pid, port = host
@@ -239,14 +218,12 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(
 
 
 @pytest.mark.parametrize("wait", [1, 2])  # that for the deadline, and one after it
-def test_who_stood_still_in_a_wait_hears_the_answer(
-    monkeypatch: pytest.MonkeyPatch, host: tuple[int, int], wait: int
-) -> None:
+def test_who_stood_still_in_a_wait_hears_the_answer(monkeypatch, host, wait):
     pid, port = host
     answering = AnsweringStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0.0)
-    waits: list[threading.Thread] = []
+    waits = []
 
-    def still_in_one(thread: threading.Thread, seconds: float) -> bool:
+    def still_in_one(thread, seconds):
         waits.append(thread)
         if len(waits) <= wait:
             if len(waits) == wait:
@@ -275,9 +252,7 @@ except SilentStoreError:
 """
 
 
-def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed(
-    programs: Programs, host: tuple[int, int]
-) -> None:
+def test_a_process_ends_well_while_the_silent_host_of_its_store_is_killed(programs, host):
     pid, port = host
     finder = programs(FOUND_SILENT, str(port), str(pid), whole=True)
     said = finder.communicate()

@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy
 import psutil
@@ -34,7 +33,7 @@ QUICK = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_left(monkeypatch):
     """Begin without a launcher's variables and without a group, and see that none is left."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -43,13 +42,13 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-def total(value: float) -> float:
+def total(value):
     tensor = torch.tensor([value])
     dist.all_reduce(tensor)
     return tensor.item()
 
 
-def rows_of(group: weft.Group | None = None) -> list[int]:
+def rows_of(group=None):
     rank = dist.get_rank()
     indices, _ = weft.sparse_all_reduce(
         (torch.tensor([rank, 9]), torch.ones(2)), group=group, algorithm="gather"
@@ -72,7 +71,7 @@ def rows_of(group: weft.Group | None = None) -> list[int]:
 )
 def test_a_group_of_one_is_told_of_and_warned_of_where_more_is_meant(
     variable, value, monkeypatch, caplog
-) -> None:
+):
     if variable is not None:
         monkeypatch.setenv(variable, value)
     with caplog.at_level("INFO", "weft"), init():
@@ -84,7 +83,7 @@ def test_a_group_of_one_is_told_of_and_warned_of_where_more_is_meant(
     assert (f"though the environment has {variable}={value};" in said.message) == warns
 
 
-def test_alone_it_is_a_group_of_one() -> None:
+def test_alone_it_is_a_group_of_one():
     with init() as group:
         assert (group.rank, group.size) == (0, 1)
         assert default.current() is group
@@ -95,7 +94,7 @@ def test_alone_it_is_a_group_of_one() -> None:
         default.current()
 
 
-def test_alone_nothing_can_be_reached_from_outside() -> None:
+def test_alone_nothing_can_be_reached_from_outside():
     before = listening()  # of other tests, which may leave some behind
     with init():
         assert {address for address, _ in listening() - before} == {"127.0.0.1"}  # gloo's
@@ -103,13 +102,13 @@ def test_alone_nothing_can_be_reached_from_outside() -> None:
     assert listening() <= before
 
 
-def listening() -> set[tuple[str, int]]:
+def listening():
     """Addresses and ports on which this process accepts connections."""
     found = psutil.Process().net_connections("tcp")
     return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
 
-def test_again_and_again_leaves_nothing_behind(nothing_left) -> None:
+def test_again_and_again_leaves_nothing_behind(nothing_left):
     with init():
         rows_of()
     with nothing_left():
@@ -119,11 +118,11 @@ def test_again_and_again_leaves_nothing_behind(nothing_left) -> None:
                 group.worker.submit("nothing", lambda: None).wait()
 
 
-def fails(*_: object, **__: object) -> None:
+def fails(*_, **__):
     raise WeftError("on purpose")
 
 
-def an_uncaught_error_is_told_as_before() -> None:
+def an_uncaught_error_is_told_as_before():
     before = sys.excepthook
     for _ in range(2):
         with init():
@@ -147,11 +146,11 @@ def an_uncaught_error_is_told_as_before() -> None:
     assert sys.excepthook is not before  # for it would be told behind the block
 
 
-def test_an_uncaught_error_is_told_as_before() -> None:
+def test_an_uncaught_error_is_told_as_before():
     processes(1, an_uncaught_error_is_told_as_before)
 
 
-def test_the_first_init_counts_until_shutdown() -> None:
+def test_the_first_init_counts_until_shutdown():
     shutdown()
     assert init().timeout == 300
     shutdown()
@@ -166,7 +165,7 @@ def test_the_first_init_counts_until_shutdown() -> None:
     assert default.current() is group
 
 
-def test_an_error_in_the_block_shuts_down_too() -> None:
+def test_an_error_in_the_block_shuts_down_too():
     with pytest.raises(ZeroDivisionError), init():
         raise ZeroDivisionError
     assert not dist.is_initialized()
@@ -175,7 +174,7 @@ def test_an_error_in_the_block_shuts_down_too() -> None:
 # On a group that the program has set up.
 
 
-def test_a_group_without_gloo_is_not_one_with_it() -> None:
+def test_a_group_without_gloo_is_not_one_with_it():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -186,7 +185,7 @@ def test_a_group_without_gloo_is_not_one_with_it() -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
+def test_a_group_that_is_there_is_adopted_and_left_alone():
     own = timedelta(seconds=1234)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=own)
     try:
@@ -206,7 +205,7 @@ def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_that_was_used_before_gets_the_timeout_that_is_asked_for() -> None:
+def test_a_group_that_was_used_before_gets_the_timeout_that_is_asked_for():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         used = process_group.of_group(None)
@@ -218,22 +217,22 @@ def test_a_group_that_was_used_before_gets_the_timeout_that_is_asked_for() -> No
 
 
 class Mute:
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise RuntimeError("it says nothing")
 
 
 @pytest.mark.parametrize("given", [Path("/tmp/run7"), b"env://", 7, Mute()])
-def test_what_is_no_rendezvous_is_told_as_one(given: Any) -> None:
+def test_what_is_no_rendezvous_is_told_as_one(given):
     with pytest.raises(WeftError, match=r"rendezvous is .*: pass a URL as text"):
         init(rendezvous=given)
 
 
-def test_a_backend_of_another_kind_is_told_as_an_error_of_the_caller() -> None:
+def test_a_backend_of_another_kind_is_told_as_an_error_of_the_caller():
     with pytest.raises(WeftError):
-        init(backend=["gloo"])  # type: ignore[arg-type]  # which is wrong
+        init(backend=["gloo"])
 
 
-def test_a_group_that_was_destroyed_is_replaced() -> None:
+def test_a_group_that_was_destroyed_is_replaced():
     first = init()
     dist.destroy_process_group()
     second = init()
@@ -242,11 +241,11 @@ def test_a_group_that_was_destroyed_is_replaced() -> None:
     assert rows_of() == [0, 9]
 
 
-def test_ranks_adopt_a_group_together() -> None:
+def test_ranks_adopt_a_group_together():
     assert launch(2, adopting, env=QUICK) == [[0, 1, 9]] * 2
 
 
-def adopting() -> list[int]:
+def adopting():
     dist.init_process_group("gloo")
     own = version.__version__
     version.__version__ += os.environ["RANK"]
@@ -271,11 +270,11 @@ def adopting() -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_meet_several_times(size: int) -> None:
+def test_ranks_meet_several_times(size):
     assert launch(size, meeting, env=QUICK) == [[[*range(size), 9]] * 3] * size
 
 
-def meeting() -> list[list[int]]:
+def meeting():
     found = []
     for number in range(3):
         with init(timeout=60):
@@ -287,7 +286,7 @@ def meeting() -> list[list[int]]:
     return found
 
 
-def test_rank_0_hosts_the_meeting_where_no_launcher_does(port: int) -> None:
+def test_rank_0_hosts_the_meeting_where_no_launcher_does(port):
     """As when a person sets the variables: the store is rank 0's, and each init uses it anew."""
     hosted = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
     assert launch(2, meeting, env=hosted) == [[[0, 1, 9]] * 3] * 2
@@ -296,18 +295,18 @@ def test_rank_0_hosts_the_meeting_where_no_launcher_does(port: int) -> None:
 @pytest.mark.parametrize(
     "url", ["tcp://127.0.0.1:{port}", "tcp://[::1]:{port}", "file://{folder}/meeting"]
 )
-def test_ranks_meet_at_a_rendezvous(url: str, port: int, tmp_path: Path) -> None:
+def test_ranks_meet_at_a_rendezvous(url, port, tmp_path):
     url = url.format(port=port, folder=tmp_path)
     env = {**QUICK, "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "", "MASTER_PORT": ""}
     assert launch(2, meeting_at, [url], env=env) == [[0, 1, 9]] * 2
 
 
-def meeting_at(url: str) -> list[int]:
+def meeting_at(url):
     with init(rendezvous=url, timeout=60):
         return rows_of()
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(tmp_path):
     timeout = patient(2.0)
     waited = launch(2, waiting, [tmp_path, timeout], env={**QUICK, "WORLD_SIZE": "3"})
     assert max(waited) >= timeout  # who came first; the other hears it from that one, maybe earlier
@@ -328,7 +327,7 @@ MISFITS = [  # what rank 1 has in its environment, what both say
 ]
 
 
-def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Path) -> None:
+def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path):
     said = launch(2, misfitting, [f"file://{tmp_path}/"], env=QUICK)
     for case, (_, complaint) in enumerate(MISFITS):
         for errors in said:
@@ -336,7 +335,7 @@ def test_every_rank_says_what_does_not_fit_and_the_next_init_works(tmp_path: Pat
                 raise AssertionError(errors[case])
 
 
-def misfitting(url: str) -> list[str]:
+def misfitting(url):
     right, own, said = dict(os.environ), version.__version__, []
     for case, (change, _) in enumerate(MISFITS):
         if right["RANK"] == "1":
@@ -361,12 +360,12 @@ def misfitting(url: str) -> list[str]:
     return said
 
 
-def test_gloo_is_told_what_it_does_not_understand() -> None:
+def test_gloo_is_told_what_it_does_not_understand():
     """weft reads more than names of interfaces in gloo's own variable."""
     launch(2, naming, [["^docker,veth", "nosuch7,lo", "127.0.0.1", " lo", "lo,lo"]], env=QUICK)
 
 
-def naming(names: list[str]) -> None:
+def naming(names):
     for named in names:
         os.environ["GLOO_SOCKET_IFNAME"] = named
         with in_case(named), init(timeout=60):
@@ -375,7 +374,7 @@ def naming(names: list[str]) -> None:
             assert rows_of() == [0, 1, 9]
 
 
-def waiting(folder: Path, timeout: float) -> float:
+def waiting(folder, timeout):
     kernels.prepare()
     (folder / os.environ["RANK"]).touch()
     while len(list(folder.iterdir())) < 2:  # both come well within the timeout, however busy it is
@@ -405,9 +404,7 @@ def waiting(folder: Path, timeout: float) -> float:
         ({"rendezvous": "tcp://127.0.0.1:1"}, "needs RANK and WORLD_SIZE"),
     ],
 )
-def test_wrong_arguments(
-    arguments: dict[str, object], complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments(arguments, complaint, monkeypatch):
     monkeypatch.setattr(module, "TELL", 0.1)
     with pytest.raises(WeftError, match=complaint):
         init(**arguments)
@@ -421,7 +418,7 @@ def test_a_variable_whose_value_means_nothing_is_named(name, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_nccl_says_what_it_needs() -> None:
+def test_nccl_says_what_it_needs():
     with pytest.raises(WeftError, match="'nccl' needs a GPU and a CUDA build of torch"):
         init("nccl")
 
@@ -435,7 +432,7 @@ LOOKS_FOR_SIGNALS = {"CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "CALL_FUN
 class Interrupt:
     """A tracer that interrupts weft's own code at the given one of the points where Ctrl-C may."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         self.at = at
         self.count = 0
         self.last = {}  # the operation that each frame is behind
@@ -456,11 +453,11 @@ class Interrupt:
         return self
 
 
-def operation(frame) -> str:
+def operation(frame):
     return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
-def start(interrupt: Interrupt) -> None:
+def start(interrupt):
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
@@ -471,7 +468,7 @@ def start(interrupt: Interrupt) -> None:
 
 # Python itself ignores what is raised in a finalizer, of what an interrupted start has dropped
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
+def test_an_interrupted_init_leaves_no_default_group_behind():
     with init():
         pass  # what is loaded once, is
     none = Interrupt(-1)
@@ -499,7 +496,7 @@ def test_an_interrupted_init_leaves_no_default_group_behind() -> None:
 # Leaving, forking.
 
 
-def test_a_program_may_end_without_shutdown(programs) -> None:
+def test_a_program_may_end_without_shutdown(programs):
     program = programs(
         "from weft.bootstrap.init import init\n"
         "group = init()\n"
@@ -511,11 +508,11 @@ def test_a_program_may_end_without_shutdown(programs) -> None:
     assert (program.communicate(), program.returncode) == (("done\n", ""), 0)
 
 
-def test_a_forked_child_does_not_say_goodbye_for_its_parent() -> None:
+def test_a_forked_child_does_not_say_goodbye_for_its_parent():
     assert launch(2, forking, env=QUICK) == [[0, 1, 9]] * 2
 
 
-def forking() -> list[int]:
+def forking():
     with init(timeout=60):
         rows_of()
         if dist.get_rank() == 0:

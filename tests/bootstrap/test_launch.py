@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -33,7 +32,7 @@ on_hosts = [
 ]
 
 
-def run(*command: object) -> list[str]:
+def run(*command):
     done = subprocess.run(
         [*map(str, command)],
         stdout=PIPE,
@@ -46,12 +45,12 @@ def run(*command: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-def on_two_hosts(script: str) -> list[str]:
+def on_two_hosts(script):
     netlab = [sys.executable, NETLAB, "-n", "2", "--rate", "none", "--timeout", patient(180.0)]
     return run(*netlab, "--", "sh", "-ec", f"{CLEAR}; {script}")
 
 
-def results(lines: list[str]) -> list[str]:
+def results(lines):
     return sorted(line[line.index("rank") :] for line in lines if "[0, 1, 5]" in line)
 
 
@@ -61,7 +60,7 @@ EXPECTED = [f"rank {rank} of 2 [0, 1, 5] 2.0 True" for rank in range(2)]
 class TestOnTwoHosts:
     pytestmark = on_hosts
 
-    def test_torchrun_restarts_an_attempt_that_failed(self, tmp_path: Path) -> None:
+    def test_torchrun_restarts_an_attempt_that_failed(self, tmp_path):
         lines = on_two_hosts(
             f"{PYTHON} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 "
             "--rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29401 --rdzv-id x "
@@ -71,7 +70,7 @@ class TestOnTwoHosts:
         assert results(lines) == EXPECTED
         assert any("launched by torchrun (job x): rank 1 of 2" in line for line in lines)
 
-    def test_srun_s_environment_and_a_shared_file(self, tmp_path: Path) -> None:
+    def test_srun_s_environment_and_a_shared_file(self, tmp_path):
         lines = on_two_hosts(
             "export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$H "
             "SLURM_LOCALID=0 SLURM_NODEID=$H 'SLURM_STEP_TASKS_PER_NODE=1(x2)' "
@@ -84,7 +83,7 @@ class TestOnTwoHosts:
         assert not list(tmp_path.iterdir())
 
 
-def test_mpirun(tmp_path: Path, mpirun: Callable[..., subprocess.Popen[str]]) -> None:
+def test_mpirun(tmp_path, mpirun):
     job = mpirun(2, str(JOB), str(tmp_path), stdout=PIPE, stderr=STDOUT, text=True)
     out, _ = job.communicate(timeout=patient(200.0))
     assert job.returncode == 0, out

@@ -6,10 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +20,7 @@ from weft.rendezvous.places import Rendezvous
 from weft.rendezvous.store import AnsweringStore
 
 
-def member(rank: int, size: int = 3, **more: object) -> Member:
+def member(rank, size=3, **more):
     return Member(rank, size, host=f"host{rank}", pid=100 + rank, **more)
 
 
@@ -60,7 +57,7 @@ COMPLETE = [member(0), member(2), member(1)]
         ),
     ],
 )
-def test_what_does_not_fit(entries: Sequence[Member], error: str) -> None:
+def test_what_does_not_fit(entries, error):
     decision = judge(entries)
     assert decision is not None
     with pytest.raises(AssertionError, match=error):
@@ -68,7 +65,7 @@ def test_what_does_not_fit(entries: Sequence[Member], error: str) -> None:
     assert decision.came == len(entries)
 
 
-def test_what_fits() -> None:
+def test_what_fits():
     assert all(judge(COMPLETE[:count]) is None for count in range(3))
     decision = judge(COMPLETE)
     assert decision is not None and (decision.error, decision.backend) == ("", "gloo")
@@ -77,7 +74,7 @@ def test_what_fits() -> None:
         assert judge(local) == decision
 
 
-def test_who_cannot_tell_its_machine_is_where_its_host_is() -> None:
+def test_who_cannot_tell_its_machine_is_where_its_host_is():
     for address in ("127.0.0.1", "10.0.0.7"):
         for blind in range(3):
             at = [
@@ -107,9 +104,7 @@ with weft.init(rendezvous=f"file://{sys.argv[1]}", timeout=180) as group:
     not hasattr(os, "geteuid") or os.geteuid() != 0,
     reason="to hide /proc from a rank needs root",
 )
-def test_a_rank_from_which_proc_is_hidden_takes_part(
-    programs: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_rank_from_which_proc_is_hidden_takes_part(programs, tmp_path):
     environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     environment["WEFT_KERNELS"] = "reference"  # machine code, if it is not kept, takes a while
     place = str(tmp_path / "place")
@@ -120,31 +115,26 @@ def test_a_rank_from_which_proc_is_hidden_takes_part(
     assert "/proc" not in said[0][1]
 
 
-def test_the_devices_of_all_choose_the_backend() -> None:
+def test_the_devices_of_all_choose_the_backend():
     with_gpu = [member(rank, able=("nccl", "gloo")) for rank in range(3)]
     assert judge(with_gpu).backend == "nccl"
     assert judge([*with_gpu[:2], member(2)]).backend == "gloo"
     assert judge([member(rank, backend="gloo", able=("nccl", "gloo")) for rank in range(3)]).backend
 
 
-Make = Callable[[], dist.Store]
-
-
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch) -> Make:
+def connect(monkeypatch):
     """A connection of its own for each process, as to one store, which answers in any case."""
     monkeypatch.setattr(store, "PIECES", 100)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server.clone
 
 
-def attend(
-    connect: Make, *members: Member, timeout: float = 10.0, elastic: bool = False
-) -> list[str]:
+def attend(connect, *members, timeout=10.0, elastic=False):
     """Each member's process, as a thread: the backend it hears of, or its error."""
     deadline = time.monotonic() + timeout
 
-    def come(mine: Member) -> str:
+    def come(mine):
         try:
             meeting = Rendezvous(connect(), "there", hosts=mine.rank == 0, lasts=elastic)
             decision, space = check(meeting, mine, deadline)
@@ -158,40 +148,36 @@ def attend(
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_all_hear_the_same_error(
-    connect: Make, elastic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_hear_the_same_error(connect, elastic, monkeypatch):
     monkeypatch.setattr(membership, "GRACE", 0.2)
     wrong = member(1, error="no interface nothing7")
     heard = attend(connect, *COMPLETE[:2], wrong, elastic=elastic)
     assert heard == ["WeftError: rank 1 (host1, process 101): no interface nothing7"] * 3
 
 
-def test_one_too_many_hears_it_and_disturbs_nobody(connect: Make) -> None:
+def test_one_too_many_hears_it_and_disturbs_nobody(connect):
     assert attend(connect, *COMPLETE) == ["gloo"] * 3
     heard = attend(connect, member(2))
     assert heard[0].startswith("WeftError: rank 2 (host2, process 102): the 3 ranks at there are ")
 
 
-def test_who_is_missing_is_named_to_all(connect: Make) -> None:
+def test_who_is_missing_is_named_to_all(connect):
     heard = attend(connect, member(0), member(2), timeout=patient(3.0))
     assert len(set(heard)) == 1
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
 
-def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
-    connect: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(connect, monkeypatch):
     """Between its number in order of arrival and what it says of itself."""
     stopped, after, write = threading.Event(), threading.Event(), AnsweringStore.set
 
-    def stop(to: AnsweringStore, key: str, value: str) -> None:
+    def stop(to, key, value):
         if key.startswith("member") and json.loads(value)["rank"] == 1:
             stopped.set()
             assert after.wait(30.0)
         write(to, key, value)
 
-    def come_after() -> list[str]:
+    def come_after():
         assert stopped.wait(30.0)
         try:
             return attend(connect, member(0), member(2), timeout=patient(3.0))
@@ -206,7 +192,7 @@ def test_who_stops_as_it_comes_is_named_and_not_those_who_came_after(
     assert "WireError: rank 1 did not come to there in time (2 of 3 came, from host" in heard[0]
 
 
-def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_may_be_who_is_missing(connect, monkeypatch):
     monkeypatch.setattr(membership, "LATE", 1.0)
     for elastic in (False, True):
         heard = attend(connect, member(1), member(2), timeout=patient(1.0), elastic=elastic)
@@ -214,10 +200,10 @@ def test_rank_0_may_be_who_is_missing(connect: Make, monkeypatch: pytest.MonkeyP
             assert text.startswith("WireError: rank 0 did not come to there"), heard
 
 
-def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) -> None:
-    heard: list[str] = []
+def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect):
+    heard = []
 
-    def late() -> None:
+    def late():
         time.sleep(0.5)  # by then the twins have told each other
         heard.extend(attend(connect, member(2)))
 
@@ -230,7 +216,7 @@ def test_a_rank_that_comes_after_two_of_one_number_hears_of_them(connect: Make) 
     assert len({*both, *heard}) == 1 and "was started twice" in heard[0]
 
 
-def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> None:
+def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect):
     """torchrun's store outlives its workers; hosts that join or leave begin a new round."""
     gone = [member(0), member(1)]  # of three: they were ended before the third came
     with pytest.MonkeyPatch.context() as patched:
@@ -241,18 +227,16 @@ def test_what_an_earlier_round_left_is_not_taken_for_this_one(connect: Make) -> 
     assert attend(connect, *COMPLETE, elastic=True) == ["gloo"] * 3  # and after a complete one
 
 
-def test_an_error_ends_an_attempt_and_not_the_next(
-    connect: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_ends_an_attempt_and_not_the_next(connect, monkeypatch):
     monkeypatch.setattr(membership, "LINGER", 0.5)  # for the third, which never comes
     wrong = member(1, error="no interface nothing7")
     assert all("nothing7" in text for text in attend(connect, wrong, member(0), elastic=True))
     one_comes_early(connect)  # it finds the old round, and the error in it
 
 
-def one_comes_early(connect: Make) -> None:
+def one_comes_early(connect):
     """A rank of a new attempt comes before the others do; all meet."""
-    early: list[str] = []
+    early = []
     first = threading.Thread(
         target=lambda: early.extend(attend(connect, member(2), elastic=True)), daemon=True
     )
@@ -263,5 +247,5 @@ def one_comes_early(connect: Make) -> None:
     assert early == ["gloo"]
 
 
-def died(*_: object) -> None:
+def died(*_):
     raise WireError("the process was ended here")

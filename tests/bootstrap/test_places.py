@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,7 +56,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("size", "place"), PLACES)
-def test_a_job_runs(size: int, place: str, programs: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_job_runs(size, place, programs, tmp_path):
     env = {**os.environ, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     url = f"file://{tmp_path}/meet"
     ranks = [programs(place + JOB, url, env={**env, "RANK": str(rank)}) for rank in range(size)]

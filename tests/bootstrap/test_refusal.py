@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -40,32 +37,30 @@ LONG = 90.0  # seconds that a rank would wait that hears nothing; more than a te
 class Ranks:
     """Processes that call `weft.init`, and what each says."""
 
-    def __init__(self, programs: Callable[..., Any], folder: Path) -> None:
+    def __init__(self, programs, folder):
         self._programs = programs
-        self._started: list[Any] = []
+        self._started = []
         self._folder = folder
 
-    def start(
-        self, env: dict[str, str], url: str = "", timeout: float = LONG, *, before: str = ""
-    ) -> None:
+    def start(self, env, url="", timeout=LONG, *, before=""):
         """Start one; `before` is a program that it runs first."""
         right = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         right |= {"TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
         self._started.append(self._programs(before + RANK, url, str(timeout), env={**right, **env}))
 
-    def said(self) -> list[tuple[str, str]]:
+    def said(self):
         """Output and errors of each."""
         return [each.communicate() for each in self._started]
 
 
 @pytest.fixture
-def ranks(programs: Callable[..., Any], tmp_path: Path) -> Ranks:
+def ranks(programs, tmp_path):
     folder = tmp_path / "private"
     folder.mkdir()
     return Ranks(programs, folder)
 
 
-def at(port: int, **env: str) -> dict[str, str]:
+def at(port, **env):
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
 
 
@@ -80,9 +75,7 @@ def at(port: int, **env: str) -> dict[str, str]:
         ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK", ""),
     ],
 )
-def test_the_others_hear_why_rank_0_cannot_come(
-    wrong: dict[str, str], complaint: str, where: str, ranks: Ranks, tmp_path: Path, port: int
-) -> None:
+def test_the_others_hear_why_rank_0_cannot_come(wrong, complaint, where, ranks, tmp_path, port):
     """They have nobody to meet at, but for the one that cannot come."""
     url = where.format(tmp_path)
     ranks.start(at(port, RANK="1", WORLD_SIZE="2"), url)
@@ -93,7 +86,7 @@ def test_the_others_hear_why_rank_0_cannot_come(
     assert not (tmp_path / "run7").exists()
 
 
-def test_a_port_that_is_taken_is_told(ranks: Ranks) -> None:
+def test_a_port_that_is_taken_is_told(ranks):
     with socket.create_server(("127.0.0.1", 0)) as sock:  # which never says a word
         port = sock.getsockname()[1]
         ranks.start(at(port, RANK="0", WORLD_SIZE="2"))
@@ -122,9 +115,7 @@ socket.create_connection = knock_again
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_late_rank_0_is_waited_for_in_silence(
-    host: str, ranks: Ranks, port: int, tmp_path: Path
-) -> None:
+def test_a_late_rank_0_is_waited_for_in_silence(host, ranks, port, tmp_path):
     knocked = tmp_path / "knocked"
     env = at(port, WORLD_SIZE="2") | {"MASTER_ADDR": host}
     ranks.start(env | {"RANK": "1", "KNOCKED": str(knocked)}, before=KNOCKS)
@@ -147,9 +138,7 @@ def test_a_late_rank_0_is_waited_for_in_silence(
         ("0", r"rank 1 did not come to .* in time \(1 of 2 came, from "),
     ],
 )
-def test_a_rank_that_gives_up_says_one_sentence(
-    rank: str, complaint: str, ranks: Ranks, port: int
-) -> None:
+def test_a_rank_that_gives_up_says_one_sentence(rank, complaint, ranks, port):
     ranks.start(at(port, RANK=rank, WORLD_SIZE="2"), timeout=1.0)
     ((out, err),) = ranks.said()
     with pytest.raises(AssertionError, match=f"^WireError: {complaint}"):
@@ -157,12 +146,10 @@ def test_a_rank_that_gives_up_says_one_sentence(
     assert err == ""
 
 
-def test_ranks_that_met_and_cannot_connect_are_told_that(
-    monkeypatch: pytest.MonkeyPatch, port: int
-) -> None:
+def test_ranks_that_met_and_cannot_connect_are_told_that(monkeypatch, port):
     """Where a firewall leaves them the port of the meeting alone."""
 
-    def fails(*_: object, **__: object) -> None:
+    def fails(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed\nand where")
 
     monkeypatch.setenv("RANK", "0")

@@ -9,12 +9,8 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import weft
@@ -60,7 +56,7 @@ except weft.Error as error:
 """
 
 
-def awaited(path: Path) -> Path:
+def awaited(path):
     until = time.monotonic() + patient(60)
     while not path.exists():
         assert time.monotonic() < until, f"there is no {path}"
@@ -68,9 +64,7 @@ def awaited(path: Path) -> Path:
     return path
 
 
-def test_only_the_ranks_of_the_job_get_in(
-    programs: Callable[..., Any], tmp_path: Path, port: int
-) -> None:
+def test_only_the_ranks_of_the_job_get_in(programs, tmp_path, port):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     envs = [{**os.environ, **place, "RANK": str(rank)} for rank in (0, 1)]
     job = [programs(RANK, str(tmp_path), env=each) for each in envs]
@@ -106,12 +100,12 @@ def test_only_the_ranks_of_the_job_get_in(
     )
 
 
-def test_a_listener_that_opens_meanwhile_is_not_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_that_opens_meanwhile_is_not_deaf(monkeypatch):
     """A metrics server, or a debugger, that another thread starts while weft makes its group."""
-    listeners: list[socket.socket] = []
+    listeners = []
     make_group = dist.init_process_group
 
-    def beside(*args: Any, **kwargs: Any) -> None:
+    def beside(*args, **kwargs):
         listeners.append(socket.create_server(("127.0.0.1", 0)))
         make_group(*args, **kwargs)
 

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -31,13 +30,13 @@ class Wait:
     in_round = False
     opens = False
 
-    def __init__(self, peer: int) -> None:
+    def __init__(self, peer):
         self._peer = peer
 
-    def peer(self) -> int:
+    def peer(self):
         return self._peer
 
-    def awaited(self) -> list[int]:
+    def awaited(self):
         return [self._peer]
 
 
@@ -49,7 +48,7 @@ def called(number, name):
 HISTORY = (called(6, "sparse_all_reduce"), called(7, "barrier"))
 
 
-def until(condition) -> None:
+def until(condition):
     """Wait until something is so."""
     late = time.monotonic() + patient(10.0)
     while not condition():
@@ -72,20 +71,20 @@ RAISED = place(6, raised="KeyError: 7")
 class LateLinks:
     """Links whose thread comes late to their reader, as that of a process that was stopped."""
 
-    def __init__(self, inside: SocketLinks) -> None:
+    def __init__(self, inside):
         self._inside = inside
-        self.pauses: list[float] = []
+        self.pauses = []
         self.paused = 0.0  # when the last pause began
         for name in ("peers", "send", "wake", "close", "abandon"):
             setattr(self, name, getattr(inside, name))
 
-    def start(self, reader) -> None:
+    def start(self, reader):
         self._reader = reader
         self.due = reader.due
         self.fail = reader.fail
         self._inside.start(self)
 
-    def handle(self, news, late) -> None:
+    def handle(self, news, late):
         pause = 0.0
         if self.pauses:
             self.paused = time.monotonic()
@@ -97,23 +96,17 @@ class LateLinks:
 class Peers:
     """Ranks 1 and 2 of three, as rank 0 sees them."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        timeout: float = 20.0,
-        slow: float = math.inf,
-        global_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.ends: dict[int, socket.socket] = {}
+    def __init__(self, stack, timeout=20.0, slow=math.inf, global_ranks=None):
+        self.ends = {}
         mesh = {}
         for peer in (1, 2):
             mesh[peer], self.ends[peer] = socket.socketpair()
             mesh[peer].setblocking(False)
             self.ends[peer].settimeout(10.0)
             stack.callback(self.ends[peer].close)
-        self.cuts: list[float] = []
+        self.cuts = []
         self.unread = {1: b"", 2: b""}
-        self.fault: Verdict | None = None  # what rank 0 is sure of
+        self.fault = None  # what rank 0 is sure of
         self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links, slow, global_ranks=global_ranks)
         self.watch.start()
@@ -122,24 +115,24 @@ class Peers:
         self.watch.guard(self.end_waits, lambda: self.fault)
         stack.callback(self.watch.close)
 
-    def end_waits(self, verdict: Verdict) -> None:
+    def end_waits(self, verdict):
         """As the session whose waits the detector looks after."""
         assert verdict == self.watch.verdict
         self.cuts.append(time.monotonic())
 
-    def say(self, peer: int, **message: object) -> None:
+    def say(self, peer, **message):
         self.ends[peer].sendall(line_of(message))
 
-    def answer(self, peer: int, where: list[object]) -> None:
+    def answer(self, peer, where):
         """Say where a peer is, once it is asked."""
         self.say(peer, here=where, to=self.hear(peer)["ask"])
 
-    def leave(self, peer: int, where: list[object]) -> None:
+    def leave(self, peer, where):
         """Say bye for a peer, and wait until that is heard."""
         self.say(peer, bye=where)
         until(lambda: peer in self.watch.leavers)
 
-    def hear(self, peer: int) -> dict[str, object]:
+    def hear(self, peer):
         while b"\n" not in self.unread[peer]:
             data = self.ends[peer].recv(4096)
             if not data:
@@ -148,7 +141,7 @@ class Peers:
         line, _, self.unread[peer] = self.unread[peer].partition(b"\n")
         return json.loads(line)
 
-    def settled(self) -> Verdict:
+    def settled(self):
         until(lambda: self.cuts)  # the waits are ended just after the verdict is known
         assert self.watch.verdict is not None
         return self.watch.verdict
@@ -243,7 +236,7 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     assert three.hear(2)["verdict"][0] == 1
 
 
-def exchange(three: Peers) -> list[bytes]:
+def exchange(three):
     """What rank 0 does, which exchanges a word."""
     return three.watch.exchange(b"zero", time.monotonic() + three.watch.timeout)
 
@@ -595,17 +588,17 @@ def test_a_failed_call_of_another_library_is_explained_though_the_thread_is_slow
 class StillLinks:
     """Links to ranks 1 and 2 that have no thread: a test calls their reader."""
 
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, dict]] = []
+    def __init__(self):
+        self.sent = []
         self.woken = threading.Event()
 
-    def peers(self) -> list[int]:
+    def peers(self):
         return [1, 2]
 
-    def send(self, peer: int, data: bytes) -> None:
+    def send(self, peer, data):
         self.sent.append((peer, json.loads(data)))
 
-    def wake(self) -> None:
+    def wake(self):
         self.woken.set()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.failure.verdict import REMEMBERED, Entered, Place, Verdict, judge
+from weft.failure.verdict import REMEMBERED, Entered, Place, judge
 
 CALL = "sparse_all_reduce"
 ALL = "all 3 ranks"
@@ -14,22 +14,22 @@ SOME = "ranks 0, 1"
 """Stands for some of them."""
 
 
-def made(*calls: tuple[int, str], by: str = ALL) -> tuple[Entered, ...]:
+def made(*calls, by=ALL):
     """Calls that a rank has come to."""
     return tuple(Entered(by, number, name) for number, name in calls)
 
 
 def waits(
-    awaits: int,
-    calls: int = 5,
-    doing: str = CALL,
+    awaits,
+    calls=5,
+    doing=CALL,
     *,
-    more: tuple[int, ...] = (),
-    before: tuple[Entered, ...] = (),
-    by: str = ALL,
-    opens: bool = False,
-    in_round: bool = False,
-) -> Place:
+    more=(),
+    before=(),
+    by=ALL,
+    opens=False,
+    in_round=False,
+):
     """A rank in a call, if it is in any, that waits for another one."""
     history = before
     entered = None
@@ -50,30 +50,28 @@ def waits(
     )
 
 
-def in_round(rank: int, size: int = 3, calls: int = 5) -> Place:
+def in_round(rank, size=3, calls=5):
     """A rank in a round of all."""
     others = [each for each in range(size) if each != rank]
     return waits(others[0], calls, more=tuple(others[1:]), in_round=True)
 
 
-def busy(calls: int = 5, doing: str = CALL) -> Place:
+def busy(calls=5, doing=CALL):
     """A rank in a call that waits for nobody."""
     entered = Entered(ALL, calls, doing)
     return Place(calls, doing, None, 3.0, entered=entered, history=(entered,))
 
 
-def outside(calls: int = 4, raised: str = "", history: tuple[Entered, ...] = ()) -> Place:
+def outside(calls=4, raised="", history=()):
     return Place(calls, "", None, 12.3, raised, history=history)
 
 
-def left(
-    *history: Entered, raised: str = "", inside: Entered | None = None, doing: str = ""
-) -> Place:
+def left(*history, raised="", inside=None, doing=""):
     """A rank as it left; perhaps in a call."""
     return Place(4, doing, None, 1.0, raised, entered=inside, history=history)
 
 
-def check(verdict: Verdict, culprit: int | None, text: str) -> None:
+def check(verdict, culprit, text):
     assert verdict.culprit == culprit
     assert verdict.text.startswith(text), verdict.text
 

@@ -43,12 +43,12 @@ LARGE = 4 << 20
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(scenario: int, what: str, **more: object) -> None:
+def say(scenario, what, **more):
     line = {"scenario": scenario, "rank": RANK, "what": what, "at": time.monotonic(), **more}
     os.write(1, f"{json.dumps(line)}\n".encode())  # whole, though others write at the same time
 
 
-def ring(group: Group) -> None:
+def ring(group):
     """Most ranks await an innocent when one fails."""
     message = torch.zeros(BYTES, dtype=torch.uint8)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -57,11 +57,11 @@ def ring(group: Group) -> None:
     pending.release()
 
 
-def dense(group: Group) -> None:
+def dense(group):
     dense_all_reduce(group, torch.ones(300_000), "sum").wait()
 
 
-def stream(group: Group) -> None:
+def stream(group):
     """Large messages all the time: whoever fails does so in the middle of some."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     own, other = (torch.zeros(LARGE, dtype=torch.uint8) for _ in range(2))
@@ -74,7 +74,7 @@ def stream(group: Group) -> None:
         pending.wait()
 
 
-def idle(group: Group) -> None:
+def idle(group):
     """The last rank takes no part, and the one before it keeps the others waiting."""
     if group.rank < group.size - 2:
         group.post((), [(group.rank + 1, BYTES)]).wait()
@@ -84,11 +84,11 @@ def idle(group: Group) -> None:
             group.check()
 
 
-def kill(group: Group) -> None:
+def kill(group):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_parent(group: Group) -> None:
+def kill_parent(group):
     """A child, such as a loader of data, outlives its parent and keeps its sockets open."""
     reads, writes = os.pipe()
     if os.fork() == 0:
@@ -99,41 +99,41 @@ def kill_parent(group: Group) -> None:
     kill(group)
 
 
-def kill_soon(group: Group) -> None:
+def kill_soon(group):
     threading.Timer(0.02, kill, (group,)).start()
 
 
-def stop(group: Group) -> None:
+def stop(group):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stop_soon(group: Group) -> None:
+def stop_soon(group):
     threading.Timer(0.02, stop, (group,)).start()
 
 
-def sleep(group: Group) -> None:
+def sleep(group):
     for _ in range(2000):  # till the others have waited in vain
         if group.session.detector.verdict is not None:
             return
         time.sleep(0.01)
 
 
-def abort(group: Group) -> None:
+def abort(group):
     group.abort("no memory left")
 
 
-def fail(group: Group) -> None:
+def fail(group):
     raise MemoryError("no memory left")
 
 
-def leave(group: Group) -> None:
+def leave(group):
     sys.exit(0)
 
 
-def interrupt(group: Group) -> None:
+def interrupt(group):
     """Ctrl-C in a wait that would last to the deadline."""
 
-    def send() -> None:
+    def send():
         while group.session.detector.waiting is None:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
@@ -142,11 +142,11 @@ def interrupt(group: Group) -> None:
     group.post((), [((group.rank + 1) % group.size, BYTES)]).wait()
 
 
-def cut(group: Group) -> None:
+def cut(group):
     link(group.rank, "down")
 
 
-def link(rank: int, state: str) -> None:
+def link(rank, state):
     """Set the other end of a host's link, in the namespace of netlab's switch."""
     host = subprocess.run(
         ["ip", "netns", "identify"], capture_output=True, text=True, check=True
@@ -180,7 +180,7 @@ BATCHES = [
 ]
 
 
-def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
+def rank(scenario, fault, victim, timeout):
     """One rank's program."""
     torch.set_num_threads(1)
     logging.basicConfig(
@@ -196,7 +196,7 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
     )
     group = connect(store, RANK, SIZE, START)
 
-    def call(number: int) -> None:
+    def call(number):
         group.worker.enter(group.global_ranks, group.members, (("call", "sparse_all_reduce"),))
         if inside and number == FAULT and victim == RANK:
             say(scenario, "fault")
@@ -229,7 +229,7 @@ def rank(scenario: int, fault: str, victim: int, timeout: float) -> None:
     say(scenario, "end", open=len(os.listdir("/proc/self/fd")))
 
 
-def tend(pid: int, fault: str, timeout: float) -> int:
+def tend(pid, fault, timeout):
     """Wait for the process of a rank; what stopped itself is continued or, later, killed."""
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED)
@@ -239,7 +239,7 @@ def tend(pid: int, fault: str, timeout: float) -> int:
         os.kill(pid, signal.SIGCONT if fault == "pause" else signal.SIGKILL)
 
 
-def run_together(batch: list[tuple[int, str, int, float]]) -> None:
+def run_together(batch):
     """Scenarios at the same time, each with a process of its own on every host."""
     pids = []
     for scenario, fault, victim, timeout in batch:
@@ -252,7 +252,7 @@ def run_together(batch: list[tuple[int, str, int, float]]) -> None:
             os._exit(0)  # torch takes its time to be torn down
         pids.append(pid)
 
-    def see_to(pid: int, scenario: int, fault: str, victim: int, timeout: float) -> None:
+    def see_to(pid, scenario, fault, victim, timeout):
         say(scenario, "status", status=tend(pid, fault, timeout))
 
     threads = [
@@ -265,7 +265,7 @@ def run_together(batch: list[tuple[int, str, int, float]]) -> None:
         thread.join()
 
 
-def main() -> None:
+def main():
     scenarios = [(number, *each) for number, each in enumerate(json.loads(sys.argv[1]))]
     for batch in BATCHES:
         if together := [each for each in scenarios if each[1] in batch]:

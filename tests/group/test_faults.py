@@ -62,25 +62,25 @@ class Record:
 
     lines: list[Line] = field(default_factory=list)
 
-    def of(self, what: str) -> dict[int, Line]:
+    def of(self, what):
         return {line["rank"]: line for line in self.lines if line.get("what") == what}
 
     @property
-    def fault(self) -> float:
+    def fault(self):
         """When it happened."""
         return next(iter(self.of("fault").values()))["at"]
 
     @property
-    def errors(self) -> dict[int, Line]:
+    def errors(self):
         return self.of("error")
 
     @property
-    def logged(self) -> list[str]:
+    def logged(self):
         return [line["log"] for line in self.lines if "log" in line]
 
 
 @pytest.fixture(scope="module")
-def output() -> str:
+def output():
     """All that the hosts printed."""
     command = [
         sys.executable,
@@ -101,7 +101,7 @@ def output() -> str:
 
 
 @pytest.fixture(scope="module")
-def records(output: str) -> dict[tuple[str, int], Record]:
+def records(output):
     all_of_them = [Record() for _ in SCENARIOS]
     for line in output.splitlines():
         text = line.partition("] ")[2]
@@ -112,11 +112,11 @@ def records(output: str) -> dict[tuple[str, int], Record]:
 
 
 @pytest.fixture
-def record(records: dict[tuple[str, int], Record], request: pytest.FixtureRequest) -> Record:
+def record(records, request):
     return records[request.param]
 
 
-def scenario(*whats: str) -> pytest.MarkDecorator:
+def scenario(*whats):
     """Run a test on the scenarios of these kinds."""
     keys = [(what, victim) for what, victim, _ in SCENARIOS if what in whats]
     ids = [f"{what} {victim}" for what, victim in keys]
@@ -125,7 +125,7 @@ def scenario(*whats: str) -> pytest.MarkDecorator:
     )
 
 
-def survivors(victim: int) -> list[int]:
+def survivors(victim):
     return [rank for rank in range(SIZE) if rank != victim]
 
 
@@ -144,7 +144,7 @@ def survivors(victim: int) -> list[int]:
     "leave",
     "interrupt",
 )
-def test_every_survivor_names_the_culprit(record: Record, victim: int) -> None:
+def test_every_survivor_names_the_culprit(record, victim):
     for rank in survivors(victim):
         error = record.errors[rank]
         assert error["kind"] == "WireError", error
@@ -156,13 +156,13 @@ def test_every_survivor_names_the_culprit(record: Record, victim: int) -> None:
 @scenario(
     "kill", "kill parent", "kill idle", "kill in dense", "kill in stream", "abort", "fail", "leave"
 )
-def test_what_is_seen_at_once_ends_the_others_at_once(record: Record, victim: int) -> None:
+def test_what_is_seen_at_once_ends_the_others_at_once(record, victim):
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SOON, late
 
 
 @scenario("stop", "stop in stream", "cut", "sleep")
-def test_what_is_seen_at_the_deadline_ends_the_others_then(record: Record, victim: int) -> None:
+def test_what_is_seen_at_the_deadline_ends_the_others_then(record, victim):
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SOON, late
     assert min(late.values()) > SHORT - 0.5, late  # nobody is condemned before
@@ -171,28 +171,26 @@ def test_what_is_seen_at_the_deadline_ends_the_others_then(record: Record, victi
 
 
 @scenario("kill", "kill parent", "kill idle", "kill in dense", "kill in stream")
-def test_a_death_is_called_so(record: Record, victim: int) -> None:
+def test_a_death_is_called_so(record, victim):
     for rank in survivors(victim):
         assert f"rank {victim} died" in record.errors[rank]["text"]
 
 
 @scenario("stop", "stop in stream", "cut")
-def test_silence_is_called_so(record: Record, victim: int) -> None:
+def test_silence_is_called_so(record, victim):
     for rank in survivors(victim):
         assert f"rank {victim} does not answer" in record.errors[rank]["text"]
 
 
 @scenario("cut")
-def test_a_rank_that_hears_nobody_blames_its_own_link(record: Record, victim: int) -> None:
+def test_a_rank_that_hears_nobody_blames_its_own_link(record, victim):
     error = record.errors[victim]
     assert error["culprit"] == victim
     assert "its own link is down" in error["text"]
 
 
 @scenario("sleep")
-def test_a_rank_that_did_not_enter_the_call_is_told_from_a_dead_one(
-    record: Record, victim: int
-) -> None:
+def test_a_rank_that_did_not_enter_the_call_is_told_from_a_dead_one(record, victim):
     for rank in survivors(victim):
         text = record.errors[rank]["text"]
         # in a ring of four, who does not await the victim itself may be one or two calls ahead
@@ -202,14 +200,14 @@ def test_a_rank_that_did_not_enter_the_call_is_told_from_a_dead_one(
 
 
 @scenario("abort", "fail")
-def test_a_reason_travels(record: Record, victim: int) -> None:
+def test_a_reason_travels(record, victim):
     for rank in survivors(victim):
         text = record.errors[rank]["text"]
         assert f"rank {victim} gave up: " in text and "no memory left" in text
 
 
 @scenario("interrupt")
-def test_ctrl_c_ends_a_wait(record: Record, victim: int) -> None:
+def test_ctrl_c_ends_a_wait(record, victim):
     assert record.errors[victim]["kind"] == "KeyboardInterrupt"
     assert record.errors[victim]["at"] - record.fault < SOON
     for rank in survivors(victim):
@@ -217,7 +215,7 @@ def test_ctrl_c_ends_a_wait(record: Record, victim: int) -> None:
 
 
 @scenario("kill", "stop", "cut", "kill in dense")
-def test_errors_say_what_was_awaited_and_for_how_long(record: Record, victim: int) -> None:
+def test_errors_say_what_was_awaited_and_for_how_long(record, victim):
     told = [e["text"] for rank, e in record.errors.items() if rank != victim]
     awaited = [text for text in told if " awaited " in text or " was sending " in text]
     assert awaited, told  # those whose wait it ended; others were just about to post
@@ -226,25 +224,25 @@ def test_errors_say_what_was_awaited_and_for_how_long(record: Record, victim: in
 
 
 @scenario("kill", "stop", "cut", "sleep", "abort", "leave")
-def test_later_uses_raise_the_same(record: Record, victim: int) -> None:
+def test_later_uses_raise_the_same(record, victim):
     for rank in survivors(victim):
         assert record.of("again")[rank]["text"] == record.errors[rank]["text"]
 
 
 @scenario("kill", "stop", "cut", "leave")
-def test_each_survivor_logs_one_line(record: Record, victim: int) -> None:
+def test_each_survivor_logs_one_line(record, victim):
     for rank in survivors(victim):
         assert len([line for line in record.logged if line.startswith(f"rank {rank}: ")]) == 1
 
 
 @scenario("pause")
-def test_a_pause_harms_nobody(record: Record, victim: int) -> None:
+def test_a_pause_harms_nobody(record, victim):
     assert record.errors == {} and record.logged == []
     assert sorted(record.of("end")) == list(range(SIZE))
     assert min(line["at"] for line in record.of("end").values()) - record.fault > 0.9
 
 
-def test_nothing_breaks_on_the_way_out(output: str, records: dict[Any, Record]) -> None:
+def test_nothing_breaks_on_the_way_out(output, records):
     assert "terminate called" not in output and "Traceback" not in output, output
     for (what, victim), record in records.items():
         assert not record.of("broken"), record.of("broken")

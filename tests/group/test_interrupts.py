@@ -12,16 +12,12 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 
 import weft
 from weft.base.errors import WireError
 from weft.base.pace import patient
-from weft.group.group import Group
 from weft.testing import threads
 
 LIMIT = 10.0  # seconds: who waits for a turn that is lost finds that within one
@@ -36,14 +32,14 @@ GROUP = os.path.join(weft.__path__[0], "group", "")
 class Interrupter:
     """Raises KeyboardInterrupt in this thread behind so many operations of some kinds."""
 
-    def __init__(self, points: int, operations: set[int], files: str) -> None:
+    def __init__(self, points, operations, files):
         self._left = points
         self._operations = operations
         self._files = files  # all others are passed over
-        self._last: dict[FrameType, int] = {}  # operation of each frame
+        self._last = {}  # operation of each frame
         self.has_raised = False
 
-    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+    def trace(self, frame, event, arg):
         file = frame.f_code.co_filename
         if self._files not in file or file == __file__:
             return None
@@ -70,34 +66,31 @@ class Case:
         after: what is done next, in the same thread.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group):
         self.group = group
-        self.ran: list[str] = []
-        self.error: BaseException | None = None
-        self.after: Callable[[], object] = lambda: None
+        self.ran = []
+        self.error = None
+        self.after = lambda: None
 
-    def note(self) -> None:
+    def note(self):
         self.ran.append("interrupted")
 
 
-Make = Callable[[Case], Callable[[], object]]
-
-
-def call(case: Case) -> Callable[[], object]:
+def call(case):
     return lambda: case.group.worker.call("interrupted", case.note)
 
 
-def call_of_a_job_that_fails(case: Case) -> Callable[[], object]:
+def call_of_a_job_that_fails(case):
     return lambda: case.group.worker.call("interrupted", lambda: [][1])
 
 
-def call_in_a_call(case: Case) -> Callable[[], object]:
+def call_in_a_call(case):
     worker = case.group.worker
     sound = lambda: worker.call("inner", case.note)  # noqa: E731
     return lambda: worker.submit("outer", sound, several=True).wait()
 
 
-def call_behind_a_job(case: Case) -> Callable[[], object]:
+def call_behind_a_job(case):
     gate = threading.Event()
     case.group.worker.submit("gate", gate.wait)
     timer = threading.Timer(0.005, gate.set)
@@ -106,22 +99,22 @@ def call_behind_a_job(case: Case) -> Callable[[], object]:
     return lambda: case.group.worker.call("interrupted", case.note)
 
 
-def first_submit(case: Case) -> Callable[[], object]:
+def first_submit(case):
     return lambda: case.group.worker.submit("interrupted", case.note)
 
 
-def second_submit(case: Case) -> Callable[[], object]:
+def second_submit(case):
     case.group.worker.submit("first", lambda: None).wait()
     return lambda: case.group.worker.submit("interrupted", case.note)
 
 
-def wait(case: Case) -> Callable[[], object]:
+def wait(case):
     gate = threading.Event()
     work = case.group.worker.submit("interrupted", gate.wait)
     timer = threading.Timer(0.005, gate.set)
     timer.start()
 
-    def after() -> None:
+    def after():
         timer.join()
         work.wait()
 
@@ -129,7 +122,7 @@ def wait(case: Case) -> Callable[[], object]:
     return work.wait
 
 
-def future(case: Case) -> Callable[[], object]:
+def future(case):
     work = case.group.worker.submit("interrupted", lambda: 3)
     case.after = lambda: work.get_future().wait()
     return work.get_future
@@ -147,7 +140,7 @@ USES = [
 ]
 
 
-def interrupt(use: Callable[[], object], interrupter: Interrupter) -> BaseException | None:
+def interrupt(use, interrupter):
     """Make a call that is interrupted; what it raises."""
     before = sys.gettrace()
     gc.disable()  # a collection would close here what other tests have left
@@ -162,24 +155,24 @@ def interrupt(use: Callable[[], object], interrupter: Interrupter) -> BaseExcept
     return None
 
 
-def in_time(what: Callable[[], object]) -> str:
+def in_time(what):
     """What comes of it in another thread: "done", a verdict, or "" where it has not ended."""
 
-    def run() -> None:
+    def run():
         try:
             what()
             outcome.append("done")
         except WireError as error:
             outcome.append(str(error))
 
-    outcome: list[str] = []
+    outcome = []
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(patient(LIMIT))
     return outcome[0] if outcome else ""
 
 
-def check(make: Make, interrupter: Interrupter, *, goes_on: bool) -> Case | None:
+def check(make, interrupter, *, goes_on):
     """What was interrupted, None: there is no such point; fails where something hangs after it.
 
     Args:
@@ -191,7 +184,7 @@ def check(make: Make, interrupter: Interrupter, *, goes_on: bool) -> Case | None
     case = Case(mine)
     worker = mine.worker
 
-    def program() -> None:
+    def program():
         case.error = interrupt(make(case), interrupter)
         assert type(case.error) is not ValueError, case.error  # of a step that was made twice
         case.after()

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,21 +20,20 @@ import torch.distributed as dist
 import weft
 from weft.base.errors import WeftError, WireError
 from weft.base.pace import patient
-from weft.group.group import Group
 from weft.group.joining import connect
 
 
 @pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
+def no_collection():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def held() -> set[object]:
+def held():
     """The threads and sockets of this process."""
-    found: set[object] = set(threading.enumerate())
+    found = set(threading.enumerate())
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of this listing
             target = os.readlink(f"/proc/self/fd/{number}")
@@ -44,44 +42,44 @@ def held() -> set[object]:
     return found
 
 
-def rows(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(group):
     return torch.tensor([group.rank]), torch.ones(1, 2)
 
 
-def barrier(group: Group) -> None:
+def barrier(group):
     weft.barrier(group=group)
 
 
-def late(group: Group) -> None:
+def late(group):
     if group.rank:
         time.sleep(0.2)
     weft.barrier(group=group)
 
 
-def sparse(group: Group) -> None:
+def sparse(group):
     weft.sparse_all_reduce(rows(group), group=group)
 
 
-def asynchronous(group: Group) -> None:
+def asynchronous(group):
     weft.sparse_all_reduce(rows(group), group=group, async_op=True).wait()
 
 
-def future(group: Group) -> None:
+def future(group):
     weft.sparse_all_reduce(rows(group), group=group, async_op=True).get_future().wait()
 
 
-def failing(group: Group) -> None:
+def failing(group):
     with contextlib.suppress(WeftError):
         weft.all_reduce(torch.ones(2 + group.rank), group=group)
 
 
-def failing_attempt(group: Group) -> None:
+def failing_attempt(group):
     with pytest.raises(WeftError, match="ZeroDivisionError"):
         weft.attempt(lambda: 1 // group.rank, group=group)
 
 
-def interrupted(group: Group) -> None:
-    def program() -> None:
+def interrupted(group):
+    def program():
         if group.rank:
             raise KeyboardInterrupt
 
@@ -89,29 +87,29 @@ def interrupted(group: Group) -> None:
         weft.attempt(program, group=group)
 
 
-def failing_op(group: Group) -> None:
-    def op(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def failing_op(group):
+    def op(left, right):
         raise ValueError("it has none")
 
     with pytest.raises(WeftError, match="it has none"):
         weft.sparse_all_reduce((torch.zeros(2, dtype=torch.long), torch.ones(2, 2)), op, group)
 
 
-def broken(group: Group) -> None:
+def broken(group):
     group.session.abort("it was told to")
     with contextlib.suppress(WireError):
         weft.barrier(group=group)
 
 
-def of_some(group: Group) -> None:
+def of_some(group):
     weft.barrier(group=group.subset([1, 0]))
 
 
-def split(group: Group) -> None:
+def split(group):
     weft.barrier(group=group.split([0, 1]))
 
 
-def backward(group: Group) -> None:
+def backward(group):
     x = torch.ones(2, requires_grad=True)
     weft.all_reduce(x, group=group).sum().backward()
 
@@ -135,8 +133,8 @@ USES = [
 
 @pytest.mark.parametrize("ending", ["closed", "dropped"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_nothing_is_left_of_a_group(use: Callable[[Group], None], ending: str) -> None:
-    def program(rank: int) -> Callable[[], object]:
+def test_nothing_is_left_of_a_group(use, ending):
+    def program(rank):
         group = connect(store, rank, 2, patient(20.0), name=use.__name__)
         session = weakref.ref(group.session)
         use(group)
@@ -145,7 +143,7 @@ def test_nothing_is_left_of_a_group(use: Callable[[Group], None], ending: str) -
             kept.append(group)
         return session
 
-    kept: list[Group] = []
+    kept = []
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         meeting = threading.Barrier(2)

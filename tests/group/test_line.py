@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,12 +12,11 @@ import torch
 import weft
 from cases import exchange
 from weft.base.pace import patient
-from weft.group.group import Group
 from weft.testing import spmd
 
 
 @contextmanager
-def with_line(group: Group) -> Iterator[tuple[Group, Group]]:
+def with_line(group):
     """A group that no other test has, and its line."""
     with group.split(range(group.size)) as own:
         own.add_line()

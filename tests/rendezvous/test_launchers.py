@@ -73,19 +73,19 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
         ),
     ],
 )
-def test_environments(env: dict[str, str], launch: Launch) -> None:
+def test_environments(env, launch):
     assert detect(env) == launch
 
 
 @pytest.mark.parametrize("env", [HYDRA, {**DAEMON, **HYDRA}, {**PART, **HYDRA}])
-def test_hydra_s_job_is_named_after_whatever_started_it(env: dict[str, str]) -> None:
+def test_hydra_s_job_is_named_after_whatever_started_it(env):
     launch = detect(env)
     assert (launch.kind, launch.rank, launch.size) == ("mpirun", 3, 4)
     assert (launch.local_rank, launch.local_size) == (1, 2)
     assert launch.job.startswith("process-")
 
 
-def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_who_launched(caplog):
     with caplog.at_level("INFO", "weft"):
         detect(SRUN)
     assert caplog.messages == ["launched by srun (job 12.0): rank 4 of 5"]
@@ -117,7 +117,7 @@ def test_it_is_said_who_launched(caplog: pytest.LogCaptureFixture) -> None:
         ({**PART, "SLURM_NTASKS": "1"}, "SLURM_PROCID=1 and SLURM_NTASKS=1: ranks start"),
     ],
 )
-def test_what_cannot_be(env: dict[str, str], complaint: str) -> None:
+def test_what_cannot_be(env, complaint):
     with pytest.raises(WeftError, match=complaint):
         detect(env)
 
@@ -135,7 +135,7 @@ def test_what_cannot_be(env: dict[str, str], complaint: str) -> None:
         ("rack[0-1]node[4-7]", "rack0node4", True),
     ],
 )
-def test_the_first_node_is_where_rank_0_is(nodes: str, first: str, several: bool) -> None:
+def test_the_first_node_is_where_rank_0_is(nodes, first, several):
     tasks = {**PART, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes}
     launch = detect({**tasks, "SLURM_LOCALID": "0"})
     assert (launch.head, launch.local_size) == (first, 1 if several else 2)

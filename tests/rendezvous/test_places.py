@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,13 +40,13 @@ SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08", known=True)
 
 
 @pytest.fixture(autouse=True)
-def private(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def private(monkeypatch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder / f"weft-{os.getuid()}"
 
 
-def soon(seconds: float) -> float:
+def soon(seconds):
     return time.monotonic() + seconds
 
 
@@ -76,11 +75,11 @@ def soon(seconds: float) -> float:
         (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
     ],
 )
-def test_places(launch: Launch, url: str | None, env: dict[str, str], expected: object) -> None:
+def test_places(launch, url, env, expected):
     assert place(launch, url, env) == expected
 
 
-def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
+def test_two_jobs_of_a_launcher_that_names_them_share_a_folder():
     one, other = (
         [
             place(Launch("srun", rank, 2, 0, 1, job, "node08", known=True), "file:///nfs/", {})
@@ -96,7 +95,7 @@ def test_two_jobs_of_a_launcher_that_names_them_share_a_folder() -> None:
     assert found == {File(Path("/nfs/weft-rendezvous"))}
 
 
-def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:
+def test_the_port_of_a_slurm_job_follows_from_its_name():
     found = [
         place(Launch("srun", rank, 2, 0, 1, job, "node08", known=True), None, env)
         for rank, job, env in (
@@ -113,9 +112,7 @@ def test_the_port_of_a_slurm_job_follows_from_its_name() -> None:
     assert re.fullmatch(r"node08:\d+, as job 12\.0", found[0].where)
 
 
-def test_names_that_are_no_text_name_hosts_and_jobs(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_are_no_text_name_hosts_and_jobs(port, tmp_path, monkeypatch):
     """As the environment hands on bytes that are not UTF-8."""
     monkeypatch.setenv("WEFT_HOST", "caf\udce9")
     assert re.fullmatch("[0-9a-f]{32}", machine.own_host())
@@ -128,7 +125,7 @@ def test_names_that_are_no_text_name_hosts_and_jobs(
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, Launch("a new one", 1, 2, 1, 2, "12.0")])
-def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Path) -> None:
+def test_ranks_of_one_host_meet_in_a_private_folder(launch, private):
     assert place(launch, None, {}) == File(private / launch.job)
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     private.chmod(0o777)
@@ -158,7 +155,7 @@ def test_ranks_of_one_host_meet_in_a_private_folder(launch: Launch, private: Pat
         (f"tcp://{'n' * 64}:1", {}, "is no name of a host: pass that of rank 0's, whose parts"),
     ],
 )
-def test_places_that_are_none(url: str | None, env: dict[str, str], complaint: str) -> None:
+def test_places_that_are_none(url, env, complaint):
     with pytest.raises(WeftError, match=complaint):
         place(ONE, url, env)
 
@@ -166,7 +163,7 @@ def test_places_that_are_none(url: str | None, env: dict[str, str], complaint: s
 # At a host and a port.
 
 
-def test_jobs_that_share_a_port_do_not_share_keys(port: int) -> None:
+def test_jobs_that_share_a_port_do_not_share_keys(port):
     first, second = (Tcp("127.0.0.1", port, "there", space=job) for job in ("12.0", "13.0"))
     host = first.open(ZERO, soon(5))
     host.store.set("there", "yes")
@@ -176,14 +173,12 @@ def test_jobs_that_share_a_port_do_not_share_keys(port: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback has one address")
-def test_a_store_is_its_own_though_another_has_its_port_at_another_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_is_its_own_though_another_has_its_port_at_another_address(monkeypatch):
     """In a process with many stores the system does choose a port twice."""
     first, port = rendezvous.host("127.0.0.1")
     listener = rendezvous.listener_at
     monkeypatch.setattr(rendezvous, "listener_at", lambda address, _: listener(address, port))
-    made: list[tuple[dist.TCPStore, int]] = []
+    made = []
     hosts = threading.Thread(target=lambda: made.append(rendezvous.host("127.0.0.2")), daemon=True)
     hosts.start()
     hosts.join(patient(10.0))
@@ -193,12 +188,10 @@ def test_a_store_is_its_own_though_another_has_its_port_at_another_address(
     assert not first.check(["there"])
 
 
-def test_a_connection_that_comes_back_leads_to_no_store(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_comes_back_leads_to_no_store(port, monkeypatch):
     """As a port does that the system chose for the end that connects, where nobody listens."""
 
-    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+    def to_itself(address, timeout):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -210,9 +203,7 @@ def test_a_connection_that_comes_back_leads_to_no_store(
         rendezvous.connect("127.0.0.1", port, 0.1)
 
 
-def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(port, monkeypatch):
     """As that of a service of Kubernetes: whoever calls it is led to rank 0."""
     monkeypatch.setattr(rendezvous, "is_here", lambda host: False)
     where = Tcp("127.0.0.1", port, "there")
@@ -223,29 +214,25 @@ def test_rank_0_may_be_behind_an_address_that_is_not_its_host_s(
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
-def test_rank_0_that_is_not_where_it_should_be_says_so(
-    host: str, port: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rank_0_that_is_not_where_it_should_be_says_so(host, port, capfd, caplog):
     meeting = Tcp(host, port, f"{host}:29500").open(ZERO, soon(5))
     assert f"{host}:29500, which has to lead to rank 0 on " in meeting.where
     assert [each.message for each in caplog.records] == [f"rank 0 waits at {meeting.where}"]
     assert capfd.readouterr().err == ""  # none of torch's stack traces
 
 
-def test_a_name_that_nobody_knows_is_named() -> None:
+def test_a_name_that_nobody_knows_is_named():
     with pytest.raises(WireError, match=r"rank 1: rank 0 was not there .*no-such-host.* not known"):
         Tcp("no-such-host.invalid", 29500, "there").open(ONE, soon(0.1))
 
 
-def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(monkeypatch):
     """So that all, on whatever host, hear of it in the membership check."""
     from weft.rendezvous import mpi
 
-    said: list[str] = []
+    said = []
 
-    def broadcast(world: SimpleNamespace, text: str, timeout: float) -> str:
+    def broadcast(world, text, timeout):
         said.append(text)
         return said[0]
 
@@ -260,7 +247,7 @@ def test_an_interface_that_is_not_there_keeps_nobody_from_meeting(
 # At a file.
 
 
-def come(path: Path, rank: int, seconds: float, size: int = 2) -> str:
+def come(path, rank, seconds, size=2):
     """What a process at this file hears: the backend, or its error."""
     mine = Member(rank, size, host="node1", pid=100 + rank)
     try:
@@ -270,12 +257,12 @@ def come(path: Path, rank: int, seconds: float, size: int = 2) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def together(*comers: Callable[[], str]) -> list[str]:
+def together(*comers):
     with ThreadPoolExecutor(len(comers)) as pool:
         return list(pool.map(lambda each: each(), comers))
 
 
-def crashed(path: Path, decision: dict[str, object] | None = None) -> None:
+def crashed(path, decision=None):
     """What rank 0 of an earlier run has left, of which rank 1 had come."""
     meeting = File(path.with_name("used")).open(ZERO, soon(5))
     membership.begin_round(AnsweringStore(meeting.store, soon(9.0)))
@@ -289,9 +276,7 @@ def crashed(path: Path, decision: dict[str, object] | None = None) -> None:
     shutil.copy(path.with_name("used"), path)  # to which nobody says goodbye
 
 
-def test_the_file_is_for_this_user_alone_and_goes_with_the_last_that_uses_it(
-    tmp_path: Path,
-) -> None:
+def test_the_file_is_for_this_user_alone_and_goes_with_the_last_that_uses_it(tmp_path):
     path, old = tmp_path / "run7", os.umask(0)
     try:
         meeting = File(path).open(ZERO, soon(5))
@@ -309,35 +294,31 @@ def test_the_file_is_for_this_user_alone_and_goes_with_the_last_that_uses_it(
 @pytest.mark.parametrize(
     "decision", [None, {"backend": "old", "came": 2}, {"error": "of old", "came": 2}]
 )
-def test_what_a_crashed_run_has_left_is_waited_past(
-    decision: dict[str, object] | None, tmp_path: Path
-) -> None:
+def test_what_a_crashed_run_has_left_is_waited_past(decision, tmp_path):
     path = tmp_path / "run7"
     crashed(path, decision)
 
-    def late() -> str:
+    def late():
         time.sleep(0.5)
         return come(path, 0, 20)
 
     assert together(lambda: come(path, 1, 20), late) == ["gloo", "gloo"]
 
 
-def test_rank_0_of_a_crashed_run_does_not_count(tmp_path: Path) -> None:
+def test_rank_0_of_a_crashed_run_does_not_count(tmp_path):
     crashed(tmp_path / "run7")
     heard = come(tmp_path / "run7", 1, 0.2)
     text = f"WireError: rank 0 came to file://{tmp_path}/run7, and did not answer in time: is it "
     assert heard.startswith(text)
 
 
-def test_one_too_many_hears_that_the_others_may_be_complete(tmp_path: Path) -> None:
+def test_one_too_many_hears_that_the_others_may_be_complete(tmp_path):
     path = tmp_path / "run7"
     crashed(path, {"backend": "gloo", "came": 2})  # as far as a third process can tell
     assert come(path, 1, 0.2).endswith("complete without it: was one started twice?")
 
 
-def test_two_processes_that_are_rank_0_hear_of_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_that_are_rank_0_hear_of_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(membership, "GRACE", 1.0)
     monkeypatch.setattr(membership, "LINGER", 30.0)  # though the third of them is held up
     path = tmp_path / "run7"
@@ -362,9 +343,7 @@ def test_two_processes_that_are_rank_0_hear_of_each_other(
     ],
 )
 @pytest.mark.parametrize("launch", [ZERO, ONE])
-def test_what_is_not_believed(
-    launch: Launch, tmp_path: Path, spoil: Callable[..., object], complaint: str
-) -> None:
+def test_what_is_not_believed(launch, tmp_path, spoil, complaint):
     path = tmp_path / "run7"
     crashed(path)
     spoil(path)
@@ -385,9 +364,7 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 """
 
 
-def test_a_file_that_another_rank_is_writing_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_rank_is_writing_is_believed(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "WRITTEN", 30.0)  # though the writer is held up
     path = tmp_path / "run7"
     crashed(path)
@@ -411,9 +388,7 @@ def test_a_file_that_another_rank_is_writing_is_believed(
         pytest.param(COUNT + b"2" + KEY, id="inside the second record"),
     ],
 )
-def test_a_record_that_a_killed_process_left_cut_is_told(
-    launch: Launch, left: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_a_killed_process_left_cut_is_told(launch, left, tmp_path, monkeypatch):
     path = tmp_path / "run7"
     path.write_bytes(left)
     path.chmod(0o600)
@@ -422,7 +397,7 @@ def test_a_record_that_a_killed_process_left_cut_is_told(
         File(path).open(launch, soon(0.3))
 
 
-def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "run7"
     crashed(path)
     me = os.geteuid()
@@ -432,22 +407,20 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("launch", [ZERO, ONE])
-def test_a_folder_that_is_not_there_is_a_mistake(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_there_is_a_mistake(launch, tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "SETTLED", 0.2)
     with pytest.raises(WeftError, match=r"rank [01]: .*/a/run7 cannot .*no folder .*/a on this"):
         File(tmp_path / "a" / "run7").open(launch, soon(50))
 
 
-def test_a_folder_may_come_a_moment_later(tmp_path: Path) -> None:
+def test_a_folder_may_come_a_moment_later(tmp_path):
     late = threading.Timer(0.3, (tmp_path / "a").mkdir)
     late.start()
     assert File(tmp_path / "a" / "run7").open(ONE, soon(50)).where == f"file://{tmp_path}/a/run7"
     late.join()
 
 
-def test_who_waits_at_a_file_writes_nothing_meanwhile(tmp_path: Path) -> None:
+def test_who_waits_at_a_file_writes_nothing_meanwhile(tmp_path):
     lengths = []
     for seconds in (0.1, 0.6):
         path = tmp_path / str(seconds)
