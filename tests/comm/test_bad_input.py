@@ -81,35 +81,6 @@ def test_what_is_no_such_argument_is_an_error_on_every_rank(group, name):
         assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), wrong
 
 
-MANY = (32, 33, 300)  # dimensions: of the first, tensors are sent
-
-
-@pytest.mark.parametrize("name", ["all_to_all", "exchange", "fetch"])
-@spmd(2)
-def test_more_dimensions_than_are_sent_are_an_error_on_every_rank(group, name):
-    for dims in MANY:
-        sent = torch.ones(2, *[1] * (dims - 1))
-        if dims == MANY[0]:
-            assert SENDS[name](sent).shape[1:] == sent.shape[1:]
-            continue
-        with pytest.raises(weft.WeftError, match=f"^rank 1: .* has {dims} dimensions: pass a view"):
-            SENDS[name](sent if group.rank else torch.ones(2))
-        assert weft.all_reduce(torch.ones(1)).item() == group.size
-
-
-@spmd(2)
-def test_more_dimensions_than_a_layer_takes_are_an_error_on_every_rank(group):
-    gather = weft.nn.AllGather(weft.Partition(2, group=group), 0)
-    for dims in MANY:
-        shard = torch.ones(1, *[1] * (dims - 1))
-        if dims == MANY[0]:
-            assert gather(shard).shape == (2, *shard.shape[1:])
-            continue
-        with pytest.raises(weft.WeftError, match=f"AllGather: .* has {dims} dimensions: pass a vi"):
-            gather(shard if group.rank else torch.ones(1))
-        assert weft.all_reduce(torch.ones(1)).item() == group.size
-
-
 TOO_LARGE: dict[str, Callable[[torch.Tensor], object]] = {
     "all_reduce": weft.all_reduce,
     "all_to_all": lambda x: weft.all_to_all([x] * 2),
@@ -143,6 +114,27 @@ SENDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "exchange": lambda x: weft.exchange(x, [torch.tensor([0])] * 2)[0],
     "fetch": lambda x: weft.remote_rows(torch.tensor([0, 3]), 2).fetch(x),
 }
+
+MANY = (32, 33, 300)  # dimensions: of the first, tensors are sent
+
+DIMS = {
+    **{name: SENDS[name] for name in ("all_to_all", "exchange", "fetch")},
+    "AllGather": lambda x: weft.nn.AllGather(weft.Partition(2), 0)(x),
+}
+
+
+@pytest.mark.parametrize("name", DIMS)
+@spmd(2)
+def test_more_dimensions_than_are_sent_are_an_error_on_every_rank(group, name):
+    for dims in MANY:
+        sent = torch.ones(2, *[1] * (dims - 1))
+        if dims == MANY[0]:
+            assert DIMS[name](sent).shape[1:] == sent.shape[1:]
+            continue
+        with pytest.raises(weft.WeftError, match=f"^rank 1: .* has {dims} dimensions: pass a view"):
+            DIMS[name](sent if group.rank else torch.ones(2))
+        assert weft.all_reduce(torch.ones(1)).item() == group.size
+
 
 WRAPPED: dict[str, Callable[[Callable[[torch.Tensor], Any]], object]] = {
     "a FakeTensor": lambda send: send(fake()),

@@ -129,7 +129,7 @@ def test_a_function_reduces(group, face):
     assert reduced(face, sent, torch.add) == ([1, 2], [3.0, 1.0])
 
 
-INDICES = [getattr(torch, name) for name in ("int8", "int16", "uint8", "uint16", "uint32")]
+INDICES = [getattr(torch, name) for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")]
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -191,7 +191,7 @@ def test_a_completion_callback_is_told_all_there_is(group):
 
 
 def fails(*_):
-    return callback.Status.out_of_resource
+    return 1
 
 
 def raises(*_):
@@ -208,7 +208,7 @@ CALLBACK = {
     "no function": (having(complete=7), "sparse_allreduce_completion_fn is a int"),
     "a status": (
         having(complete=fails),
-        "sparse_allreduce_completion_fn returned status <Status.out_of_resource: 1>",
+        "sparse_allreduce_completion_fn returned status 1: return a Status",
     ),
     "another status": (
         having(complete=lambda *_: "bad"),

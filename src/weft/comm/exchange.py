@@ -23,8 +23,6 @@ from .differentiable import apply, start
 from .staging import unsendable
 
 _NAME = "exchange"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, a dtype that torch picks rows of."""
 
 
 @entry
@@ -42,7 +40,8 @@ def exchange(
     to whom.
 
     Args:
-        rows: `[n, *row_shape]`, of any dtype; the row shape and the dtype must be the same on every
+        rows: `[n, *row_shape]`, of any dtype of which torch picks rows (not uint16, uint32 and
+            uint64: view signed integers); the row shape and the dtype must be the same on every
             rank, n may differ.
         to: for each rank of the group, in rank order, also for this rank, the rows to send to it:
             int32 or int64 indices into `rows`, `[k]`, in any order, also repeated; or None.
@@ -125,7 +124,7 @@ def send_rows(
             travels = f"{dtype} as {wire_dtype}" if wire_dtype else "None"
             scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
             # rounded after they are picked, so that gradients are widened before they are added
-            sent = _picked(rows, picks).to(travelling(dtype, wire_dtype))
+            sent = rows.index_select(0, picks).to(travelling(dtype, wire_dtype))
             parts = list(torch.split(sent, list(counts)))
 
     def finished(received: list[Tensor]) -> Any:
@@ -134,14 +133,6 @@ def send_rows(
     if is_async:
         return start(scatter, parts, finished)
     return finished(apply(scatter, parts))
-
-
-def _picked(rows: Tensor, picks: Tensor) -> Tensor:
-    """Some rows, in one call for all ranks, and so is its backward."""
-    if serves(_first, rows.dtype):
-        return rows.index_select(0, picks)
-    # of dtypes that torch only copies, such as uint16, their bits are picked
-    return rows.view(_BITS[rows.element_size()]).index_select(0, picks).view(rows.dtype)
 
 
 def _first(rows: Tensor) -> Tensor:
@@ -153,6 +144,8 @@ def wrong_rows(rows: object) -> str | None:
     if error := unsendable("rows", rows):
         return error
     assert isinstance(rows, Tensor)  # else it was not sendable
+    if not serves(_first, rows.dtype):
+        return f"rows is {rows.dtype}, of which torch picks no rows: view signed integers"
     if rows.dim() == 0:
         return "rows has no dimension, and so no rows: pass a tensor of at least one"
     if error := wrong_dims(rows):

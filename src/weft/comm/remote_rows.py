@@ -142,8 +142,9 @@ class RemoteRows:
         """Fetch the rows of other ranks that this rank needs. Collective; differentiable.
 
         Args:
-            rows: this rank's rows, `[count, *row_shape]`, of any dtype, on the device of the
-                indices; the row shape and the dtype must be the same on every rank.
+            rows: this rank's rows, `[count, *row_shape]`, of a dtype that `weft.exchange` takes, on
+                the device of the indices; the row shape and the dtype must be the same on every
+                rank.
             async_op: return a `Work` at once; its `wait()` returns what the call returns without,
                 as differentiable. Meanwhile you may compute with `rows`, but not change them.
                 Backward is not in the background.

@@ -38,13 +38,9 @@ Request = Event
 
 
 class Status(enum.IntEnum):
-    """What a callback returns: oneCCL's codes. A callback that returns None succeeded, too."""
+    """What a callback returns; None is success, too, and all else is none."""
 
     success = 0
-    out_of_resource = 1
-    invalid_arguments = 2
-    unimplemented = 3
-    runtime_error = 4
 
 
 @dataclass(frozen=True, slots=True)
