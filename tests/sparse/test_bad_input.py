@@ -99,7 +99,7 @@ WRONG = {
     ),
     "wire dtype": (
         lambda: {"wire_dtype": torch.bfloat16},
-        r"wire dtype: .* no wire_dtype, rank \d+ has torch.bfloat16",
+        r"wire_dtype: .* None, rank \d+ has torch.bfloat16",
     ),
     "wire dtype of integers": (
         lambda: {

@@ -375,7 +375,7 @@ def disagreeing(rows, odd):
         "value dtype: ranks 0, 1 have torch.float32, rank 2 has torch.float64": (
             lambda: weft.sparse_all_gather((pair[0], pair[1].double()) if odd else pair)
         ),
-        "wire dtype: ranks 0, 1 have no wire_dtype, rank 2 has torch.float16": (
+        "wire_dtype: ranks 0, 1 have None, rank 2 has torch.float16": (
             lambda: weft.sparse_broadcast(rows, wire_dtype=torch.float16 if odd else None)
         ),
         "row shape: ranks 0, 1 have .3,., rank 2 has .4,.": (

@@ -181,7 +181,7 @@ def test_operations_and_rounding(group, kinds):
 @spmd(3, on=THREADS)
 def test_ranks_agree_on_what_a_list_is_rounded_to(group):
     rows = mine(group, [((40,), *LARGE[0][1:]), ((80,), *LARGE[0][1:])], 3000)
-    with pytest.raises(weft.WeftError, match=r"wire dtype: ranks 0, 1 have .*16, rank 2 has"):
+    with pytest.raises(weft.WeftError, match=r"wire_dtype: ranks 0, 1 have .*16, rank 2 has"):
         narrow = torch.bfloat16 if group.rank < 2 else torch.float16
         weft.sparse_all_reduce(rows, wire_dtype=narrow)
     with pytest.raises(weft.WeftError, match=r"rank 0: table 1: wire_dtype is .*16, which"):

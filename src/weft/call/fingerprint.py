@@ -161,6 +161,6 @@ def _differences(cohorts: Sequence[Cohort]) -> list[str]:
                 ordered = [(f"{call} (call {cohort.number})", cohort) for call, cohort in ordered]
             said = [(value, cohort.ranks, cohort.total) for value, cohort in ordered]
             texts.append(differing(how, said, then))
-            if name in (_CALL, "tensors", "number of outputs"):  # from which other fields follow
+            if name in (_CALL, "tensors"):  # from which other fields follow
                 break
     return texts

@@ -114,8 +114,7 @@ class Request:
             if error := wrong_wire_dtype(wire_dtype):
                 raise WeftError(error)
             request.rounded = wire_dtype
-            said = "no wire_dtype" if wire_dtype is None else str(wire_dtype)
-            request.fields["wire dtype"] = said
+            request.fields["wire_dtype"] = str(wire_dtype)
         return request
 
     def given(self, rows: object) -> Request:

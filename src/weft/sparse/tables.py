@@ -50,7 +50,7 @@ _SHORT = 2**31  # keys below fit in int32
 _FIELDS = (
     "op",
     "algorithm",
-    "wire dtype",
+    "wire_dtype",
     "number of tables",
     "device",
 )
