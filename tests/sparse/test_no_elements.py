@@ -145,7 +145,6 @@ CALLS = {
     "all_gather": lambda group, rows: weft.sparse_all_gather(rows),
     "broadcast": lambda group, rows: weft.sparse_broadcast(rows, group_src=root(group)),
     "explain": lambda group, rows: weft.explain(rows),
-    "explain list": lambda group, rows: weft.explain([ROWS, rows]),
 }
 
 

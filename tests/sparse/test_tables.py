@@ -190,28 +190,22 @@ def test_ranks_agree_on_what_a_list_is_rounded_to(group):
 
 
 @spmd(1, 3, on=THREADS)
-def test_what_a_list_would_do_is_explained(group):
-    for kinds, count in ((ALIKE, 5), (KINDS, 5), (LARGE, 600), ([LARGE[0], LARGE[3]] * 2, 600)):
-        rows = mine(group, kinds, count, missing={(rank, 1) for rank in range(3)})
-        for name in serving("auto", "split", "doubling"):
-            said = weft.explain(rows, algorithm=name)
-            weft.sparse_all_reduce(rows, algorithm=name)
-            record = last_call()
-            assert said.chosen == record.algorithm
-            assert said.why == record.why
-            least, most = said.bound
-            assert least - 2 <= record.bound_bytes <= most + 2  # each call's is rounded
+def test_a_list_of_which_no_rank_has_rows_is_recorded(group):
     none = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    alone = ("alone", "the group has one rank")
+    nothing = ("eager", "no rank has rows, and nothing is sent after ranks have said so")
     for empty, count in (([], 1), ([none], 1), ([none] * 600, 2)):  # of two statements
-        nothing = weft.explain(empty)
         weft.sparse_all_reduce(empty)
-        assert last_call().messages == count * (group.size - 1)
-        why = "no rank has rows" if group.size > 1 else "the group has one rank"
-        assert nothing.why.startswith(why) and nothing.bound == (0, 0)
-        assert (last_call().algorithm, last_call().why) == (nothing.chosen, nothing.why)
-    with pytest.raises(weft.WeftError, match="rank 0: table 1: index -1 is negative"):
-        bad = (torch.tensor([-1 if group.rank == 0 else 1]), torch.ones(1))
-        weft.explain([rows[0], bad])
+        record = last_call()
+        assert record.messages == count * (group.size - 1) and record.bound_bytes == 0
+        assert (record.algorithm, record.why) == (alone if group.size == 1 else nothing)
+
+
+@spmd(1, 2, on=THREADS)
+def test_a_list_is_not_explained(group):
+    with pytest.raises(weft.WeftError, match="rank 0: explain takes one table: pass one of the li"):
+        weft.explain([one_hot(group, 1)])
+    weft.explain(one_hot(group, 1))
 
 
 def spread(group, count, shape, dtype):
@@ -233,10 +227,12 @@ def test_a_list_takes_a_call_for_each_kind(group, kinds):
     one = spread(group, 26 * 500, *shapes[0])
     for name in ("gather", "split"):
         weft.sparse_all_reduce(many, algorithm=name)
-        messages = last_call().messages
+        of_list = last_call()
+        assert of_list.why == "it was asked for"
         weft.sparse_all_reduce(one, algorithm=name)
         if calls == 1:
-            assert messages == last_call().messages + group.size - 1
+            assert of_list.messages == last_call().messages + group.size - 1
+            assert of_list.bound_bytes == last_call().bound_bytes
 
 
 @spmd(1, 3, on=THREADS)
@@ -358,9 +354,8 @@ def test_errors_name_the_table_of_the_list(group):
         many[598] = one_hot(group, 598, 5)
     if group.size > 1:
         text = r"row shape of table 598: rank 0 has \(\), rank 1 has \(5,\); pass"
-        for call in (weft.sparse_all_reduce, weft.explain):
-            with pytest.raises(weft.WeftError, match=text):
-                call(many)
+        with pytest.raises(weft.WeftError, match=text):
+            weft.sparse_all_reduce(many)
 
 
 BOTH = [((2,), torch.float32, torch.int64, 9), ((3,), torch.float32, torch.int64, 9)]

@@ -6,14 +6,13 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 
 from ..base.arguments import truth
 from ..base.devices import Aside
-from ..base.errors import untransformed
+from ..base.errors import WeftError, untransformed
 from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
@@ -138,17 +137,18 @@ def sparse_all_reduce(
 
 @untransformed
 def explain(
-    rows: AnyForm | Sequence[AnyForm],
+    rows: AnyForm,
     op: Reduction = "sum",
     group: object = None,
     *,
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """Say what `sparse_all_reduce` would do with these arguments, and why; reduce nothing.
+    """Say what `sparse_all_reduce` would do with a table, and why; reduce nothing.
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
-    the line of the rule that decides, and the bound.
+    the line of the rule that decides, and the bound. What became of a list says
+    `weft.sparse.last_call()`.
 
     Example:
         >>> import torch, weft
@@ -161,13 +161,9 @@ def explain(
     group = default.resolve(group)
     with preparing(group, "explain"):
         if isinstance(rows, list):
-            several = tables.requests_of(rows, op, algorithm, wire_dtype)
-            job = functools.partial(tables.explained, group, *several)
-        else:
-            request = Request.of(rows, op, algorithm, wire_dtype)
-            job = functools.partial(run.explained, group, request)
-    lines, sizes = zip(*group.worker.call("explain", job), strict=True)
-    return Explanation.of(lines, sizes)
+            raise WeftError("explain takes one table: pass one of the list")
+        request = Request.of(rows, op, algorithm, wire_dtype)
+    return group.worker.call("explain", functools.partial(run.explained, group, request))
 
 
 def job_of(group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object) -> Aside[Any]:

@@ -27,6 +27,7 @@ from ..group.group import Group
 from .call import Call, Marks, partial_dtype, row_bytes
 from .choose import Line, chosen, is_eager
 from .destination import Destination
+from .explanation import Explanation
 from .header import Header, combined, described
 from .local_rows import LocalRows
 from .rate import GUESS, learn, stated, suited
@@ -329,11 +330,11 @@ def reduced(group: Group, request: Request) -> Done:
     return performed(group, request, "sparse_all_reduce", schedule)
 
 
-def explained(group: Group, request: Request) -> list[tuple[Line, Sizes]]:
-    """What `reduced` would do in its one call, and by which sizes; collective."""
+def explained(group: Group, request: Request) -> Explanation:
+    """What `reduced` would do; collective."""
     with begin(group, request, "explain", looks=True) as (_, call):
         pass
-    return [(_line(request, call), call.sizes)]
+    return Explanation.of(_line(request, call), call.sizes)
 
 
 def _line(request: Request, call: Call) -> Line:

@@ -41,7 +41,6 @@ from .record import note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 from .rows import Rows
-from .sizes import Sizes
 
 NAME = "sparse_all_reduce of a list"
 
@@ -183,7 +182,7 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     Returns:
         The result of each table, in the form that it was given in.
     """
-    stated = _stated(group, requests, error, NAME)
+    stated = _stated(group, requests, error)
     kinds = _kinds(stated, requests)
     done = [run.reduced(group, kind.request(requests)) for kind in kinds]
     # where tables begin in the results, unless the schedule knows: read together, with one wait
@@ -208,18 +207,6 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
         part = parts.get(table)
         results.append(request.restore(_nothing(request.rows) if part is None else part))
     return results
-
-
-def explained(
-    group: Group, requests: Sequence[Request], error: str | None
-) -> list[tuple[Line, Sizes]]:
-    """What `reduced` would do in each of its calls, and by which sizes; collective."""
-    kinds = _kinds(_stated(group, requests, error, f"explain of {NAME}"), requests)
-    calls = [run.explained(group, kind.request(requests))[0] for kind in kinds]
-    if not calls:
-        [(_, sizes)] = run.explained(group, requests[0].of_rows(NOTHING))
-        calls.append((_of_nothing(group), sizes))
-    return calls
 
 
 def _of_nothing(group: Group) -> Line:
@@ -349,7 +336,7 @@ def _nothing(rows: Rows) -> Rows:
     return Rows(rows.indices[:0], rows.values.new_empty(0, *rows.row_shape), rows.height)
 
 
-def _stated(group: Group, requests: Sequence[Request], error: str | None, name: str) -> _Tables:
+def _stated(group: Group, requests: Sequence[Request], error: str | None) -> _Tables:
     """The combined statements of all ranks on the tables; collective.
 
     Raises:
@@ -367,14 +354,14 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None, name: 
     statements = []
     for start in _first_tables(requests):
         body = mine[start : start + _MOST].view(np.uint8).data
-        with opened(group, name, fields, error, body, combined_statement) as opening:
+        with opened(group, NAME, fields, error, body, combined_statement) as opening:
             statements.append(_together(opening.read(_read, body.nbytes)))
     stated = np.concatenate(statements)
     if stated["odd"].any():
         table = int(stated["odd"].argmax())
         what, shape = (mine[each][table].decode() for each in ("what", "shape"))
         fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        with opened(group, name, fields, None):
+        with opened(group, NAME, fields, None):
             pass  # which raises how they differ
     return stated
 
