@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from weft import kernels
-from weft.base.errors import WeftError
 from weft.kernels import jit, reference
-from weft.kernels.ops import OPS, Op
+from weft.kernels.ops import OPS
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -21,23 +20,6 @@ def test_rows_that_are_not_among_the_distinct_ones(monkeypatch, compile, ids, wr
     chosen = torch.tensor([0, wrong, 1], dtype=torch.int32)
     with pytest.raises(IndexError):
         kernels.reduce(values, distinct, OPS["sum"], torch.empty(3, 4), chosen)
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (lambda a, b: 3, "returned int"),
-        (lambda a, b: (a + b).double(), r"made \(1, 2\) torch.float64 of two tensors \(1, 2\)"),
-        (lambda a, b: (a + b)[:, :1], r"made \(1, 1\)"),
-    ],
-)
-def test_a_callable_that_makes_no_rows_is_refused(function, text):
-    op = Op("callable f", function, builtin=False)
-    found = kernels.distinct(torch.tensor([1, 1]))
-    with pytest.raises(WeftError, match=text):
-        kernels.reduce(torch.ones(2, 2), found, op)
-    with pytest.raises(WeftError, match=text):
-        kernels.combine(torch.ones(1, 2), torch.zeros(1, dtype=torch.int32), torch.ones(1, 2), op)
 
 
 def test_rows_that_need_nothing_are_not_copied():

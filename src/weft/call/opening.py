@@ -77,15 +77,12 @@ class Opening:
         return found
 
     def field(self, name: str, decode: Callable[[str], T]) -> T:
-        """The value of a field, which some rank may have learned from others only.
+        """The value of a field that some rank knows; others learn it from that one.
 
         Raises:
-            WeftError: no rank knows the value.
             WireError: it could not be decoded.
         """
         value = self.fields[name]
-        if value == UNKNOWN:
-            raise WeftError(f"no rank says what the {name} is")
         told = (p for p, each in self._heard for g in each.cohorts if (name, value) in g.fields)
         return self._group.decode(next(told), f"the field {name!r}", decode, value)
 

@@ -183,7 +183,7 @@ def reduce(
         return out
     values, rows = _detached(values), None if rows is None else rows.contiguous()
     total = out
-    if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # which torch would round twice
+    if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # for which there is no loop
         total = values.new_empty(shape)
     code = None if unique else _code(values)
     if code is None or not cpu.reduce(code, values, distinct, op, total, rows):

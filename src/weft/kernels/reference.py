@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from ..base.devices import on_host
-from ..base.errors import WeftError
 from .ops import Op
 
 _BLOCK = 1 << 17  # numbers that are worked on at once
@@ -260,7 +259,7 @@ def _paired(rows: Tensor, starts: Tensor, op: Op, most: int) -> Tensor:
         left = (starts[which] + 2 * (place - halves[which])).clamp_(max=count - 1)
         both = left + 1 < starts[which + 1]
         first, second = rows[left], rows[left + both]
-        rows = torch.where(_column(both, rows), _apply(op, first, second), first)
+        rows = torch.where(_column(both, rows), op.function(first, second), first)
         starts, most = halves, (most + 1) // 2
     return rows[:segments]
 
@@ -328,7 +327,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> No
         before = out.index_select(0, places).to(dtype)
         if not op.builtin:  # where a row is the first, nobody knows what is in its place
             before = torch.where(first, wide, before)
-        total = torch.where(first, wide, _apply(op, before, wide))
+        total = torch.where(first, wide, op.function(before, wide))
         out.index_copy_(0, places, total.to(out.dtype))
 
 
@@ -460,20 +459,3 @@ def _rows(values: Tensor, places: Tensor, out: Tensor) -> Tensor:
     if out.dtype == values.dtype and values.dim() and out.is_contiguous():
         return torch.index_select(values, 0, places, out=out)
     return out.copy_(values.index_select(0, places))
-
-
-def _apply(op: Op, left: Tensor, right: Tensor) -> Tensor:
-    """The op on rows, whose result must be rows like them."""
-    result = op.function(left, right)
-    if op.builtin:
-        return result
-    if not isinstance(result, Tensor):
-        raise WeftError(
-            f"op {op.name} returned {type(result).__name__}: return a tensor like its operands"
-        )
-    if result.shape != left.shape or result.dtype != left.dtype:
-        raise WeftError(
-            f"op {op.name} made {tuple(result.shape)} {result.dtype} of two tensors "
-            f"{tuple(left.shape)} {left.dtype}: it must keep shape and dtype"
-        )
-    return result

@@ -287,11 +287,6 @@ def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
         raise
 
 
-def at_hand(values: Tensor) -> Source:
-    """A source of rows that are in memory here."""
-    return lambda start, stop: (values[start:stop],)
-
-
 class Inflow:
     """Rows that a peer sends here by `send_rows`, in chunks that are read in the wire's own memory.
 

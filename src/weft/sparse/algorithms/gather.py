@@ -28,7 +28,6 @@ from ..registry import algorithm
 from ..rows import Rows
 from ..stream import (
     Ring,
-    at_hand,
     in_rank_order,
     merge_blocks,
     send_list_to_all,
@@ -65,7 +64,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
-        sources[group.rank] = at_hand(rows.values)
+        sources[group.rank] = rows.source(slice(0, len(rows)))
         for _, stop in merge_blocks(call, runs, sources, union, result.values):
             call.ready(stop)
         ring.finish()
