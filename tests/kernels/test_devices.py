@@ -87,15 +87,21 @@ def test_a_survey_is_what_the_host_finds(some, dtype):
 def test_unions_and_shares_are_those_of_the_cpu(some, dtype):
     runs = [torch.tensor(sorted(set(ids)), dtype=dtype) for ids in some]
 
-    def found():
-        union, shares = kernels.unite_and_share(runs, [5, 1, 3, 9, 2][: len(runs)])
+    weights = [5, 1, 3, 9, 2][: len(runs)]
+
+    def parts(union, shares):
         return [*union[0:1], *union[1], *shares[:3], torch.tensor(shares.starts)]
+
+    def found():
+        union = kernels.union(runs)
+        return parts(union, kernels.shares(union.slots, len(union.indices), weights))
 
     expected, ends, ids = found(), [0, 7, 2**31, 2**63], {each for ids in some for each in ids}
     with as_device():
         equal(found(), expected)
         below = [sum(each < end for each in ids) for end in ends]
-        union, _ = kernels.unite_and_share(runs, [1] * len(runs), ends, 30)
+        union, shares = kernels.unite_and_share(runs, weights, ends, 30)
+        equal(parts(union, shares), expected)
         assert union.below == kernels.union(runs, ends).below == below
 
 

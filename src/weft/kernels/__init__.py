@@ -351,16 +351,13 @@ def unite_and_share(
     below: Sequence[int] = (),
     highest: int | None = None,
 ) -> tuple[Union, Shares]:
-    """`union`, and the `shares` of its slots: on an accelerator with one `read` for both.
+    """`union`, and the `shares` of its slots, of runs on an accelerator, with one `read` for both.
 
     Example:
         >>> _, given = unite_and_share([torch.tensor([2, 5]), torch.tensor([1, 5])], [1, 1])
         >>> given.of(0), given.of(1)
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
-    if on_host(runs[0]):
-        united = union(runs, below, highest)
-        return united, shares(united.slots, united.indices.numel(), weights)
     _check(weights)
     return reference.unite_and_share([run.contiguous() for run in runs], weights, below, highest)
 

@@ -7,7 +7,6 @@ schedule goes on with harmless values, and then the ranks tell each other (`run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,33 +34,29 @@ class Trouble:
         self.error = None
 
     def guarded(self, op: Op) -> Op:
-        """A caller's op that never raises: what its function raises is kept here."""
-        return replace(op, function=_guarded(op.function, self))
+        """A caller's op that never raises: what its function raises is kept here.
 
+        From then on it returns the left operand instead.
+        """
 
-def _guarded(
-    function: Callable[[Tensor, Tensor], Tensor], trouble: Trouble
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """A caller's function of two operands, which never raises: it returns the left one instead."""
+        def combine(left: Tensor, right: Tensor) -> Tensor:
+            if self.error is not None:
+                return left
+            try:
+                both = op.function(left, right)
+                if not isinstance(both, Tensor):
+                    raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
+                if not has_elements(both):
+                    raise ValueError(f"op returned a tensor that is {lacking(both)}")
+                if _kind(both) != _kind(left):
+                    result, operands = map(_described, (both, left))
+                    raise ValueError(f"op returned {result} for two operands of {operands}")
+            except BaseException as error:
+                self.error = error
+                return left
+            return both.detach()
 
-    def combine(left: Tensor, right: Tensor) -> Tensor:
-        if trouble.error is not None:
-            return left
-        try:
-            both = function(left, right)
-            if not isinstance(both, Tensor):
-                raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
-            if not has_elements(both):
-                raise ValueError(f"op returned a tensor that is {lacking(both)}")
-            if _kind(both) != _kind(left):
-                result, operands = map(_described, (both, left))
-                raise ValueError(f"op returned {result} for two operands of {operands}")
-        except BaseException as error:
-            trouble.error = error
-            return left
-        return both.detach()
-
-    return combine
+        return replace(op, function=combine)
 
 
 def _kind(values: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
