@@ -1,16 +1,15 @@
-"""For tests: rounds over a wire that has none, which all ranks check before a byte travels.
+"""For tests: rounds over a wire that has none; what is no round of all ranks does not come through.
 
 A schedule for a wire in rounds is right if every rank of it posts both ends of the same messages
-before it waits. Where one does not, a device hangs, or reads one message as another. Here the ranks
-first tell each other how many bytes they send and expect; where these differ, all of them fail.
+before it waits. Where one does not, a device hangs, or reads one message as another. Here a round
+has a channel of its own on the wire below, which all ranks come to: so what lies in another round
+is not received, and a length that differs fails that wire.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from weft.bootstrap.outcome import Outcome
 from weft.testing import threads
 from weft.wire.interface import Failure, Features, Pending, Recv, Send, Wire, WireFailed
 
-_TOTALS = (1 << 30) + 1  # a channel that other messages on the wire below do not use
-_MESSAGES = (1 << 30) + 2  # another one
+_FIRST = 1 << 30  # the channel of the first round; other messages on the wire below use none there
+_NOTHING = torch.empty(0)
 
 
 def on_device(
@@ -56,6 +55,7 @@ class CheckedRounds:
         self.device = below.device
         self.features = Features(lockstep=True)
         self.queued: list[CheckedPending] = []
+        self._next = _FIRST
         self._closed: Failure | None = None
 
     def post(
@@ -96,10 +96,19 @@ class CheckedRounds:
         """Begin to carry all that was posted since the last round."""
         posts = sorted(self.queued, key=lambda post: post.channel)
         self.queued = []
-        begun = _Round(self, posts)
-        begun.start()
+        channel = self._next
+        self._next += 1
+        others = [rank for rank in self.ranks if rank != self.below.rank]
+        here = self.below.post(
+            [(rank, _NOTHING) for rank in others], [(r, 0) for r in others], channel
+        )
         for post in posts:
-            post.round = begun
+            post.all_are_here = here
+            post.carried = self.below.post(
+                [(self.ranks[peer], tensor) for peer, tensor in post.sends],
+                [(self.ranks[peer], into) for peer, into in post.recvs],
+                channel,
+            )
 
 
 class CheckedPending:
@@ -107,8 +116,8 @@ class CheckedPending:
 
     Attributes:
         sends, recvs, channel: of the post; tensors as aliases, which hold their storages.
-        round: what carries them; None: no round yet.
-        carried: the same messages on the wire below, once all ranks have checked them.
+        all_are_here: what tells that all ranks have begun its round; None: it is in no round yet.
+        carried: the same messages on the wire below; None: it is in no round yet.
     """
 
     def __init__(
@@ -119,25 +128,29 @@ class CheckedPending:
             (peer, into if isinstance(into, int) else into.detach()) for peer, into in recvs
         ]
         self.channel = channel
-        self.round: _Round | None = None
+        self.all_are_here: Pending | None = None
         self.carried: Pending | None = None
         self._wire = wire
         self._intos = [into for _, into in recvs]
 
     def wait(self, timeout: float | None = None) -> list[Tensor]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self.round is None:
+        if self.carried is None:
             self._wire.check()
             self._wire.begin_round()
-        assert self.round is not None
-        self.round.carry(timeout)
-        assert self.carried is not None
+        assert self.all_are_here is not None and self.carried is not None
+        self.all_are_here.wait(timeout)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        came = zip(self._intos, self.carried.wait(left), strict=True)
-        return [into if isinstance(into, Tensor) else part for into, part in came]
-
-    def wait_stream(self) -> list[Tensor]:
-        return self.wait()
+        found = []
+        for (peer, _), into, part in zip(
+            self.recvs, self._intos, self.carried.wait(left), strict=True
+        ):
+            if isinstance(into, int) and part.nbytes != into:
+                text = f"rank {peer} sent {part.nbytes} bytes in a round for a receive of {into}"
+                self._wire.abort(Failure("garbled", peer, text))
+                self._wire.check()
+            found.append(into if isinstance(into, Tensor) else part)
+        return found
 
     def done(self) -> bool:
         is_through = self.carried is not None and self.carried.done()
@@ -151,73 +164,3 @@ class CheckedPending:
     def release(self) -> None:
         if self.carried is not None:
             self.carried.release()
-
-
-class _Round:
-    """A round under way: first the totals of all ranks, and then the messages."""
-
-    def __init__(self, wire: CheckedRounds, posts: Sequence[CheckedPending]) -> None:
-        self._wire = wire
-        self._posts = posts
-        self._is_carried = False
-        size = wire.size
-        self._format = struct.Struct(f"<{2 * size}q")
-        self._sent = [0] * size
-        self._awaited = [0] * size
-        for post in posts:
-            for peer, tensor in post.sends:
-                self._sent[peer] += tensor.nbytes
-            for peer, into in post.recvs:
-                self._awaited[peer] += into if isinstance(into, int) else into.nbytes
-        self._others = [peer for peer in range(size) if peer != wire.rank]
-        self._totals: Pending | None = None  # under way, once the round has started
-
-    def start(self) -> None:
-        """Send this rank's totals to all others."""
-        mine = bytearray(self._format.pack(*self._sent, *self._awaited))
-        message = torch.frombuffer(mine, dtype=torch.uint8)
-        ranks = [self._wire.ranks[peer] for peer in self._others]
-        self._totals = self._wire.below.post(
-            [(rank, message) for rank in ranks],
-            [(rank, len(mine)) for rank in ranks],
-            _TOTALS,
-        )
-
-    def carry(self, timeout: float | None) -> None:
-        """Check the totals, and post the messages; nothing if that was done.
-
-        Raises:
-            TimeoutError: the totals have not come; it can be called again.
-            WireFailed: ranks send other bytes than are awaited.
-        """
-        if self._is_carried:
-            return
-        assert self._totals is not None
-        totals = dict(zip(self._others, self._totals.wait(timeout), strict=True))
-        numbers = {
-            peer: self._format.unpack(each.numpy().tobytes()) for peer, each in totals.items()
-        }
-        numbers[self._wire.rank] = (*self._sent, *self._awaited)
-        self._totals.release()
-        self._check(numbers)  # where one message is too short, another is too long
-        self._is_carried = True
-        ranks = self._wire.ranks
-        for post in self._posts:
-            post.carried = self._wire.below.post(
-                [(ranks[peer], tensor) for peer, tensor in post.sends],
-                [(ranks[peer], into) for peer, into in post.recvs],
-                _MESSAGES,
-            )
-
-    def _check(self, numbers: dict[int, tuple[int, ...]]) -> None:
-        size = self._wire.size
-        for source, target in permutations(range(size), 2):
-            sent = numbers[source][target]
-            awaited = numbers[target][size + source]
-            if sent != awaited:
-                text = (
-                    f"in a round rank {source} sends rank {target} {sent} bytes, which awaits "
-                    f"{awaited}"
-                )
-                self._wire.abort(Failure("garbled", source, text))
-                self._wire.check()

@@ -395,7 +395,7 @@ def programmed(group: weft.Group, name: str, values: Iterable[str]) -> dict[str,
     return found
 
 
-ALIKE = ("rows", "op", "async", "algorithm", "dtype", "out")  # arguments that many calls have
+ALIKE = ("rows", "op", "async", "algorithm", "dtype")  # arguments that many calls have
 
 
 def values_for(name: str) -> list[str]:

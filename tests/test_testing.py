@@ -67,7 +67,7 @@ def uneven(group, sends, awaits, times):
 
 def test_rounds_of_an_accelerator_meet_or_raise():
     run(2, uneven, 32, 32, (3, 3), on="device")
-    with pytest.raises(WireError, match="rank 0 sends rank 1 32 bytes, which awaits 48"):
+    with pytest.raises(WireError, match="sent 32 bytes in a round for a receive of 48"):
         run(2, uneven, 32, 48, (1, 1), on="device")
     with pytest.raises(WireError, match="rank 1 left while rank 0 was in a round over checked"):
         run(2, uneven, 32, 32, (2, 1), on="device")
