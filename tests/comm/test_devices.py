@@ -12,8 +12,8 @@ import torch.distributed as dist
 import weft
 from cases import in_default_group
 from checked_rounds import CheckedRounds
+from gloo_rounds import as_device
 from weft import nn
-from weft.base.devices import as_device
 from weft.base.tensors import as_bytes
 from weft.comm import staging
 from weft.comm.named import of_module
@@ -74,20 +74,15 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @spmd(1, 2, 4, on=("device",))
 def test_no_value_goes_over_the_cpu_wire(group, name, rows):
-    seen, post, meet = [], group.wire.post, group.wire.meet
+    seen, post = [], group.wire.post
 
     def watched(sends=(), recvs=(), channel=0):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
-    def meeting(message, ranks):
-        seen.append(MARK in message)
-        return meet(message, ranks)
-
     apart = group.split(range(group.size))  # which values go over
     group.session.carry_device(CheckedRounds(apart.wire), "apart")
     group.wire.post = watched
-    group.wire.meet = meeting
     CALLS[name](group.size, rows)
     assert bool(seen) == (group.size > 1) and not any(seen)
 

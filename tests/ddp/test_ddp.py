@@ -30,8 +30,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import in_case, in_default_group
+from gloo_rounds import as_device
 from weft import ddp
-from weft.base.devices import as_device
 from weft.base.errors import Error, WeftError, WireError
 from weft.base.pace import patient
 from weft.bootstrap.init import init

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
+from gloo_rounds import as_device
 from weft import nn
-from weft.base.devices import as_device
 from weft.nn import dtensor
 from weft.testing import run
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import weft
 from cases import alike, in_case, on_hosts, same, set_rate
-from weft.base.devices import as_device
+from gloo_rounds import as_device
 from weft.group.channels import LISTS, SUMS, VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec

@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 import wire_clauses
 from wire_clauses import ANY_WIRE, FREE, MEETINGS, MEETINGS_OF_PROCESSES, PROCESSES, clauses
-from wire_ranks import far, make_wires, mixed, on_new_processes, on_processes, on_threads
+from wire_ranks import (
+    far,
+    make_wires,
+    mixed,
+    on_new_processes,
+    on_processes,
+    on_threads,
+    swap_often,
+)
 
-from weft.base.pace import patient
 from weft.kernels import jit
 from weft.wire.tcp import wire as tcp
 from weft.wire.threads import thread_wires
@@ -20,7 +26,7 @@ DIES = (wire_clauses.dies, wire_clauses.forks, wire_clauses.meets_the_dead)
 meeting = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
 
 
-@clauses([*ANY_WIRE, *FREE, *MEETINGS])
+@clauses([*ANY_WIRE, *FREE])
 def test_threads(size, body):
     on_threads(size, body)
 
@@ -48,12 +54,6 @@ def test_meetings_of_tcp(size, body):
 @clauses(MEETINGS_OF_PROCESSES)
 def test_meetings_of_new_processes(size, body):
     on_new_processes(size, body, dies=[1] if body.func in DIES else [])
-
-
-def swap_often(wire):
-    peer, message = 1 - wire.rank, torch.ones(1)
-    for _ in range(300):
-        wire.post([(peer, message)], [(peer, 4)]).wait(patient(20.0))
 
 
 @pytest.mark.parametrize("wires", ["threads", *TCP])

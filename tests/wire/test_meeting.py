@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 import pytest
 import torch
 from wire_clauses import ANY_WIRE, FREE, PROCESSES, clauses
-from wire_ranks import make_wires, on_new_processes, on_threads
+from wire_ranks import make_wires, on_new_processes, on_threads, status_of, swap_often
 
 from weft.base.pace import patient
 from weft.kernels import jit
@@ -39,7 +39,7 @@ make = tcp.make
 
 
 # whose waits and closes go through the code that sleeps while ranks meet
-WAITS = ["timeouts", "aborts", "closes", "moves", "dies", "forks", "signals", "closed_by_a_handler"]
+WAITS = ["timeouts", "aborts", "closes", "polls", "dies", "forks", "signals"]
 
 
 @clauses([each for each in (*ANY_WIRE, *FREE, *PROCESSES) if each[1].__name__ in WAITS])
@@ -49,13 +49,8 @@ def test_messages_go_as_before_where_ranks_meet(size, body):
 
 
 def test_a_meeting_that_never_came_about_leaves_nothing(nothing_left):
-    def swaps(wire):
-        peer = 1 - wire.rank
-        for _ in range(300):
-            wire.post([(peer, torch.ones(1))], [(peer, 4)]).wait(patient(SOON))
-
     with nothing_left():
-        on_threads(2, swaps, functools.partial(make_wires, make_with_one_under_way))
+        on_threads(2, swap_often, functools.partial(make_wires, make_with_one_under_way))
 
 
 def make_with_one_under_way(start):
@@ -192,15 +187,29 @@ def test_what_a_peer_left_before_a_ring_found_it_gone_comes(wires, monkeypatch):
     assert pending.wait(patient(SOON)) == [b"", b"here", b"here"]
 
 
-def test_a_connection_that_is_cut_ends_a_sleep(wires):
+ENDS = {
+    "cut": (lambda one, two: two.connections[0].sock.shutdown(socket.SHUT_RDWR), ("lost", 1)),
+    "abort": (lambda one, two: one.abort(Failure("aborted", 1, "it died")), ("aborted", 1)),
+    "close": (lambda one, two: one.close(), ("aborted", None)),
+}
+
+
+@pytest.mark.parametrize(("end", "kind"), ENDS.values(), ids=ENDS)
+def test_what_ends_a_sleep(wires, end, kind):
     first, second = wires(2)
+    early = first.meet(b"", [0, 1])
+    second.meet(b"", [0, 1])
+    early.wait(patient(SOON))
     pending = first.meet(b"", [0, 1])
+    slept = first.meetings.sleep_count
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(failed, pending.wait)
-        while not first.meetings.sleep_count:
+        while first.meetings.sleep_count == slept:
             time.sleep(0.01)
-        second.connections[0].sock.shutdown(socket.SHUT_RDWR)
-        assert kind_of(waiting.result(patient(SOON))) == ("lost", 1)
+        end(first, second)
+        assert kind_of(waiting.result(patient(SOON))) == kind
+    assert pending.done() and early.wait(0) == [b"", b""]
+    assert kind_of(failed(lambda: first.meet(b"", [0, 1]))) == kind
 
 
 @pytest.mark.parametrize("where", ["announce", "find", "confirm"])
@@ -516,24 +525,11 @@ def test_a_forked_child_touches_nothing_though_a_thread_of_its_parent_waits(wire
         child = os.fork()
         if child == 0:
             try:
-                first.meet(b"", [0, 1])
-            except WireFailed as error:
-                os._exit(0 if error.failure.text == "this process was forked" else 1)
+                for use in (functools.partial(first.meet, b"", [0, 1]), pending.wait):
+                    assert failed(use).text == "this process was forked"
+                os._exit(0)
             finally:
-                os._exit(2)
-        assert ends(child) == 0
+                os._exit(1)
+        assert status_of(child) == 0
         assert second.meet(b"", [0, 1]).wait(patient(SOON)) == [b""] * 2
         assert waiting.result(patient(SOON)) == [b""] * 2
-
-
-def ends(child):
-    """The status with which a child ends, which is soon."""
-    until = time.monotonic() + patient(SOON)
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("a forked child hangs")

@@ -195,23 +195,6 @@ def with_room(group, room):
     part.close()
 
 
-def late(group):
-    """What is not asked for yet waits, and its sender may change it meanwhile."""
-    peer, count = 1 - group.rank, 300_000
-    for channel in (0, 1):
-        mine = torch.full((count,), 10 * channel + group.rank, dtype=torch.uint8)
-        group.post([(peer, mine)], channel=channel).wait()
-        mine.fill_(99)
-    for channel in (1, 0):
-        pending = group.post((), [(peer, count)], channel)
-        assert set(pending.wait()[0].tolist()) == {10 * channel + peer}
-        pending.release()
-
-
-def test_what_is_not_asked_for_yet_waits():
-    run(2, late, on="processes")
-
-
 def more_than_a_socket_takes(group):
     """Frames that the socket does not take leave without another call of their sender's."""
     count, mine = 12_000, group.lease(70_000).tensor

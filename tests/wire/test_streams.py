@@ -58,8 +58,8 @@ class Machine:
             self.here.current.number, reads - writes, writes, set(), name, defaultdict(list)
         )
 
-    def all_to_all(self, out, data, incoming, outgoing, *, group, async_op):
-        assert not async_op and self.here.current.kind == WIRE
+    def all_to_all(self, out, data, incoming, outgoing, *, group):
+        assert self.here.current.kind == WIRE
         self.launch(pointers(data), pointers(out), "all_to_all")
         rank = self.here.rank
         with _disable_current_modes():
@@ -155,7 +155,6 @@ def machine(monkeypatch, request):
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: machine.here.current)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     monkeypatch.setattr(devices, "accelerators", lambda device: [device])
-    monkeypatch.setattr(torch_rounds, "has_streams", lambda device: True)
     monkeypatch.setattr(dist, "all_to_all_single", machine.all_to_all)
     monkeypatch.setattr(run, "reduced", reduced)
     for module in (reference, kernels):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -126,6 +128,26 @@ def test_a_rank_is_reached_though_its_program_does_something_else(sender):
         for wire in wires:
             wire.close()
     assert place.all()
+
+
+def listening():
+    sockets = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in sockets if each.status == "LISTEN"}
+
+
+def test_who_connects_and_is_no_rank_changes_nothing():
+    before = listening()
+    wires = make_wires(far, 2)
+    hello = struct.pack("!II", 1, 0) + bytes(48)  # as rank 1, without its proof
+    with contextlib.ExitStack() as stack:
+        for wire in wires:
+            stack.callback(wire.close)
+        for address in listening() - before:
+            stranger = stack.enter_context(socket.create_connection(address))
+            stranger.sendall(hello)
+        with ThreadPoolExecutor(2) as ranks:
+            list(ranks.map(swap, wires, (1, 0), (3.0, 3.0)))
+        assert [wire.failure() for wire in wires] == [None, None]
 
 
 @contextlib.contextmanager

@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
-from wire_ranks import make_wires
+from wire_ranks import make_wires, status_of
 
 from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.kernels import jit
 from weft.wire.interface import Failure, WireFailed
-from weft.wire.start import Start
 from weft.wire.tcp import connection, shm
 from weft.wire.tcp import wire as tcp
 from weft.wire.tcp.listener import Listener
@@ -47,6 +46,14 @@ def far_ends():
     yield wires
     for wire in wires:
         wire.close()
+
+
+@pytest.fixture
+def lender(segment):
+    """A wire of rank 0, whose segment rank 1 has mapped; and the socket of that one."""
+    near, far = socket.socketpair()
+    with far, contextlib.closing(TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})) as wire:
+        yield wire, far
 
 
 @pytest.mark.parametrize(("nbytes", "polls"), [(8, True), (4 * connection.EAGER, False)])
@@ -206,6 +213,37 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
     assert not (handlers or other.is_alive())
 
 
+def test_what_comes_as_the_wire_fails_is_not_written(monkeypatch):
+    """Memory is the caller's again once a wait has raised."""
+    handlers = []
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", lambda: PollOfHandler(poll(), handlers))
+    sockets = socket.socketpair()
+    first, second = [TcpWire(rank, 2, {1 - rank: sockets[rank]}, Pool()) for rank in range(2)]
+    place = torch.full((4,), 7, dtype=torch.uint8)
+    pending = first.post((), [(1, place)])
+    given = Failure("aborted", 1, "rank 1 died")
+    come = torch.ones(4, dtype=torch.uint8)
+    handlers.append((lambda: second.post([(0, come)]), lambda: first.abort(given)))
+    with contextlib.closing(first), contextlib.closing(second):
+        with pytest.raises(WireFailed):
+            pending.wait(10.0)
+        first.move()
+        assert not handlers and place.tolist() == [7] * 4
+
+
+def test_between_hosts_messages_move_while_nobody_waits(far_ends):
+    first, second = far_ends
+    message = torch.arange(1 << 19)
+    place = torch.zeros_like(message)
+    pending = [second.post((), [(0, place)]), first.post([(1, message)])]
+    until = time.monotonic() + patient(20.0)
+    while any(each.waiting_for() for each in pending):  # which moves nothing
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert torch.equal(place, message)
+
+
 def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
     """A handler runs in the middle of the poll, which nothing may begin again meanwhile."""
     first, second = ends
@@ -335,11 +373,7 @@ def test_a_close_does_not_wait_for_a_peer_of_another_host_that_has_gone(monkeypa
 def test_a_close_ends_though_a_peer_of_another_host_takes_nothing(monkeypatch, far_ends):
     monkeypatch.setattr(tcp, "LINGER", 0.3)
     first, _ = far_ends
-    count = 0
-    message = torch.zeros(connection.EAGER // 2, dtype=torch.uint8)
-    while not first.connections[1].unsent:
-        first.post([(1, message)])
-        count += 1
+    until_the_socket_is_full(first)
     began = time.monotonic()
     first.close()
     assert time.monotonic() - began < patient(5.0)
@@ -367,16 +401,14 @@ def test_a_post_that_awaits_two_ranks_fails_as_the_second_is_lost():
     assert (caught.value.failure.kind, caught.value.failure.peer) == ("lost", 2)
 
 
-def test_what_is_sent_to_a_rank_that_left_takes_no_memory(segment):
+def test_what_is_sent_to_a_rank_that_left_takes_no_memory(lender):
     """Such sends are complete, since they are copied; nobody will ever say that they were read."""
-    near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
+    wire, far = lender
     far.close()
     for _ in range(3):
         wire.post([(1, torch.zeros(1 << 18, dtype=torch.uint8))]).wait(10.0)
     assert wire.connections[1].lost
-    assert segment.allocate(1 << 20) == 0
-    wire.close()
+    assert wire.segment.allocate(1 << 20) == 0
 
 
 def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(segment):
@@ -393,25 +425,20 @@ def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(s
     its.close()
 
 
-def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory(segment):
-    near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
-    link = wire.connections[1]
-    while not link.unsent:  # until the socket takes no more
-        wire.post([(1, torch.zeros(1 << 12, dtype=torch.uint8))])
+def test_what_had_not_gone_to_a_rank_that_left_takes_no_memory(lender):
+    wire, far = lender
+    until_the_socket_is_full(wire)
     wire.post([(1, torch.zeros(1 << 18, dtype=torch.uint8))]).wait(10.0)
-    assert segment.allocate(1 << 20) is None
+    assert wire.segment.allocate(1 << 20) is None
     far.close()
-    while not link.lost:
+    while not wire.connections[1].lost:
         wire.move()
-    assert segment.allocate(1 << 20) == 0
-    wire.close()
+    assert wire.segment.allocate(1 << 20) == 0
 
 
-def test_what_a_failed_wait_gave_back_is_not_leased_again(segment):
+def test_what_a_failed_wait_gave_back_is_not_leased_again(lender):
     """A peer may have been told where a message is, and read it later."""
-    near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})
+    wire, _ = lender
     lease = wire.lease(1 << 18)
     pending = wire.post([(1, lease.tensor)])
     wire.abort(Failure("aborted", None, "rank 2 died"))
@@ -419,8 +446,6 @@ def test_what_a_failed_wait_gave_back_is_not_leased_again(segment):
         pending.wait(10.0)
     lease.release()
     assert wire.lease(1 << 18) is None
-    wire.close()
-    far.close()
 
 
 def test_segments_are_exchanged_by_one_deadline_and_an_end_is_told_from_a_refusal(segment):
@@ -442,31 +467,12 @@ def test_segments_are_exchanged_by_one_deadline_and_an_end_is_told_from_a_refusa
 def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch, nothing_left):
     """A peer that dies while segments are passed is a failure of the factory."""
 
-    def start(rank):
-        def exchange(data):
-            said[rank] = data
-            ready.wait(10.0)
-            return [said[0], said[1]]
-
-        return Start(rank, 2, 10.0, "here", exchange, Pool())
-
     def dying(segment, sockets, deadline):
         raise ConnectionError("rank 1 went away while it was connected to")
 
-    def making(rank):
-        with pytest.raises(ConnectionError, match="went away"):
-            tcp.make(start(rank))
-
-    said = {}
-    ready = threading.Barrier(2)
     monkeypatch.setattr(shm, "exchange", dying)
-    with nothing_left():
-        threads = [threading.Thread(target=making, args=[rank]) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20.0)
-        assert len(said) == 2
+    with nothing_left(), pytest.raises(ConnectionError, match="went away"):
+        make_wires(tcp.make, 2)
 
 
 @contextlib.contextmanager
@@ -487,28 +493,16 @@ def held_elsewhere(lock):
     thread.join()
 
 
-def closes_in_a_child(wire):
-    """Whether a forked child gets through an abort and a close."""
-    child = os.fork()
-    if child == 0:
-        wire.close()
-        wire.abort(Failure("aborted", None, "enough"))
-        os._exit(0)
-    until = time.monotonic() + 20.0
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_a_fork_while_another_thread_takes_memory_of_the_segment():
     mine, theirs = socket.socketpair()
     wire = TcpWire(0, 2, {1: mine}, Pool(), shm.Segment.make())
     with theirs, held_elsewhere(wire.segment.lock):
-        assert closes_in_a_child(wire)
+        child = os.fork()
+        if child == 0:
+            wire.close()
+            wire.abort(Failure("aborted", None, "enough"))
+            os._exit(0)
+        assert status_of(child) == 0
     wire.close()
 
 

@@ -21,17 +21,6 @@ def failure_of(use):
     return caught.value.failure
 
 
-def test_a_circle_of_waits_is_found_at_once():
-    def waits_for_the_next(wire):
-        failure = failure_of(wire.post((), [((wire.rank + 1) % 3, 8)]).wait)
-        return failure.kind, failure.peer, failure.text
-
-    kind, peer, text = on_threads(3, waits_for_the_next)[0]
-    assert (kind, peer) == ("stuck", None)
-    assert text.startswith("all ranks wait for each other: ")
-    assert all(f"rank {n} awaits up to 8 bytes from rank {(n + 1) % 3}" in text for n in range(3))
-
-
 def test_who_waits_with_a_limit_is_not_stuck():
     def waits(wire):
         pending = wire.post((), [(1 - wire.rank, 8)])
@@ -45,30 +34,6 @@ def test_who_waits_with_a_limit_is_not_stuck():
     on_threads(2, waits)
 
 
-def test_a_tensor_that_changes_while_it_is_sent_breaks_the_wire():
-    first, second = thread_wires(2)
-    tensor = torch.ones(3)
-    pending = first.post([(1, tensor)])
-    tensor[1] = 2
-    second.post((), [(0, 12)]).wait()
-    failure = failure_of(pending.wait)
-    assert (failure.kind, failure.peer) == ("broken", 0)
-    assert "a tensor that was being sent to rank 1 was changed" in failure.text
-    assert second.failure() is None
-
-
-def test_who_writes_to_what_came_by_size_breaks_its_wire():
-    first, second = thread_wires(2)
-    first.post([(1, torch.ones(3))])
-    pending = second.post((), [(0, 100)])
-    (view,) = pending.wait()
-    view[0] = 7
-    failure = failure_of(pending.release)
-    assert (failure.kind, failure.peer) == ("broken", 1)
-    assert "received bytes were written to" in failure.text
-    assert failure_of(second.post) is failure
-
-
 def test_what_nobody_may_read_is_garbage():
     first, second = thread_wires(2)
     place = torch.zeros(2, dtype=torch.uint8)
@@ -80,11 +45,6 @@ def test_what_nobody_may_read_is_garbage():
     pending.release()
     assert view.tolist() == [0xA5, 0xA5]  # since it was given back
     assert filled.tolist() == [1, 2]
-
-
-def test_a_group_has_a_rank():
-    with pytest.raises(ValueError, match="at least one rank, not 0"):
-        thread_wires(0)
 
 
 def test_nobody_is_stuck_once_a_wire_has_failed():
@@ -113,16 +73,28 @@ def test_a_post_of_which_a_part_fails_leaves_memory_alone():
     assert place.tolist() == [7, 7, 7]
 
 
-def test_what_was_received_is_freed_with_its_last_reference():
+def test_after_an_abort_nobody_writes_to_memory():
     first, second = thread_wires(2)
+    place = torch.zeros(3)
+    second.post((), [(0, place)])
+    second.abort(Failure("aborted", 0, "rank 0 died"))
+    place.fill_(7)
     first.post([(1, torch.ones(3))])
+    assert place.tolist() == [7, 7, 7]
+
+
+def test_memory_is_freed_with_its_last_reference():
+    first, second = thread_wires(2)
     gc.disable()
     try:
-        memory = np.zeros(3, np.float32)
-        alive = weakref.ref(memory)
-        second.post((), [(0, torch.from_numpy(memory))]).wait()
-        del memory
-        assert alive() is None
+        memory = [np.zeros(3, np.float32) for _ in range(2)]
+        alive = [weakref.ref(each) for each in memory]
+        source, place = [torch.from_numpy(each) for each in memory]
+        sent = first.post([(1, source)])
+        second.post((), [(0, place)]).wait()
+        sent.wait()
+        del sent, source, place, memory
+        assert [each() for each in alive] == [None, None]
     finally:
         gc.enable()
 

@@ -12,20 +12,19 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import wire_clauses
-from round_wire import round_wire
-from wire_clauses import REDUCING, clauses, in_rounds
-from wire_clauses import SOON as AT_ONCE
-from wire_ranks import make_wires, on_new_processes, on_threads
+from wire_clauses import ANY_WIRE, clauses, many, rounds
+from wire_ranks import on_threads
 
+from gloo_rounds import GlooRounds
+from weft.base import _torch
 from weft.base.pace import patient
+from weft.rendezvous.address import gloo_interfaces
 from weft.wire import torch_rounds
 from weft.wire.interface import Failure, Features, Reducing, Rounds, WireFailed
 from weft.wire.torch_rounds import rounds_over
@@ -34,7 +33,20 @@ CPU = torch.device("cpu")
 SOON = 20.0  # seconds of waits that end by what the test does
 
 
-RUN = partial(on_threads, make=partial(make_wires, round_wire))
+def wires_over_gloo(size):
+    store = dist.HashStore()
+
+    def made(rank):
+        gloo = _torch.gloo_group(store, rank, size, SOON, gloo_interfaces(store))
+        group = _torch.process_group_of(gloo, store, rank, size)
+        return GlooRounds(lambda: group, rank, size, CPU)
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(made, range(size)))
+
+
+def over_gloo(size, body):
+    return on_threads(size, body, wires_over_gloo)
 
 
 def failure_of(use):
@@ -43,24 +55,9 @@ def failure_of(use):
     return caught.value.failure
 
 
-@in_rounds
+@clauses(ANY_WIRE, without=[many, rounds])  # which are of wires that wake who waits
 def test_it_does_what_every_wire_does(size, body):
-    RUN(size, body)
-
-
-@clauses(REDUCING)
-def test_it_adds_up(size, body):
-    RUN(size, body)
-
-
-# and how it is made and ends; all else holds of threads, which gloo joins by sockets, too
-OF_PROCESSES = ["sizes", "large", "aborts", "closes", "complete", "strangers"]
-
-
-@pytest.mark.parametrize("name", OF_PROCESSES)
-def test_so_it_does_between_processes(name):
-    body = partial(getattr(wire_clauses, name), soon=patient(AT_ONCE))
-    on_new_processes(3 if name in ("large", "aborts", "strangers") else 2, body, round_wire)
+    over_gloo(size, body)
 
 
 # rounds over gloo
@@ -84,25 +81,7 @@ def test_a_round_carries_all_posts_by_channel_whatever_is_waited_for_first():
                 assert post.done()
                 assert post.wait(0)[0].view(torch.int64).item() == 10 * channel + index
 
-    RUN(2, swaps)
-
-
-def test_a_wait_that_runs_out_can_be_repeated():
-    ran_out = threading.Event()
-
-    def waits(wire):
-        if wire.rank == 1:
-            assert ran_out.wait(SOON)
-        pending = wire.post([(1 - wire.rank, torch.ones(3))], [(1 - wire.rank, torch.zeros(3))])
-        if wire.rank == 0:
-            with pytest.raises(TimeoutError):
-                pending.wait(0.05)
-            assert not pending.done() and pending.waiting_for() == [1]
-            ran_out.set()
-        assert pending.wait(SOON)[0].tolist() == [1, 1, 1]
-        assert pending.done() and pending.waiting_for() == []
-
-    RUN(2, waits)
+    over_gloo(2, swaps)
 
 
 def test_memory_of_a_post_is_kept_though_the_caller_gives_its_tensors_other_memory():
@@ -116,94 +95,7 @@ def test_memory_of_a_post_is_kept_though_the_caller_gives_its_tensors_other_memo
         pending.wait(SOON)
         assert bool((memory == 7).all()) and bool((place == 0).all())
 
-    RUN(2, gives)
-
-
-@pytest.mark.parametrize("sums", [False, True], ids=["post", "all_reduce"])
-def test_after_an_abort_nothing_is_written_though_the_operation_comes_through(sums):
-    def begun(wire, place):
-        if sums:
-            return wire.all_reduce(place, "sum")
-        peer = 1 - wire.rank
-        return wire.post([(peer, torch.ones(1000))], [(peer, place)])
-
-    def aborts(wire):
-        place = torch.ones(1000)
-        if wire.rank == 0:
-            pending = begun(wire, place)
-            with pytest.raises(TimeoutError):
-                pending.wait(0.05)
-            wire.abort(Failure("aborted", None, "enough"))
-            failure = failure_of(lambda: pending.wait(SOON))
-            assert failure == Failure("aborted", None, "enough") == wire.failure()
-            assert pending.done()
-            place.fill_(7)
-            meeting.wait(SOON)  # now the other rank joins in
-            meeting.wait(SOON)
-            time.sleep(0.2)  # in which the operation comes through here, too
-            assert failure_of(lambda: pending.wait(SOON)) == failure
-            assert bool((place == 7).all())
-        else:
-            meeting.wait(SOON)
-            begun(wire, place).wait(SOON)
-            meeting.wait(SOON)
-
-    meeting = threading.Barrier(2)
-    RUN(2, aborts)
-
-
-def told(wire, sends, recvs):
-    """What a wire says of a round in which these messages do not meet these receives."""
-    failure = failure_of(lambda: wire.post(sends, recvs).wait(SOON))
-    assert failure == wire.failure()
-    return failure.kind, failure.peer, failure.text
-
-
-@pytest.mark.parametrize(
-    ("sent", "awaited", "text"),
-    [
-        ([4], [2], "16 bytes, which awaits 8"),
-        ([2], [4], "8 bytes, which awaits 16"),
-        ([3], [2], "12 bytes, which awaits 8"),  # as many once they are filled up
-        ([2], [], "8 bytes, which awaits 0"),
-        ([2, 4], [4, 2], "24 bytes, which awaits as many, but in other messages"),
-    ],
-)
-def test_messages_that_are_not_as_awaited_are_told_of_on_every_rank(sent, awaited, text):
-    def body(wire):
-        place = torch.full((4,), 7)
-        sends = [(1, torch.ones(count)) for count in sent] if wire.rank == 0 else []
-        recvs = [(0, place.view(torch.float32)[:count]) for count in awaited]
-        said = told(wire, sends, recvs if wire.rank == 1 else [])
-        assert bool((place == 7).all())
-        return said
-
-    said = "garbled", 0, f"in a round rank 0 sends rank 1 {text}"
-    assert RUN(3, body) == [said] * 3
-
-
-def test_messages_on_another_channel_are_told_of():
-    def body(wire):
-        peer = 1 - wire.rank
-        posts = [wire.post([(peer, torch.ones(2))], channel=3)]
-        posts.append(wire.post((), [(peer, 8)], 3 if wire.rank == 0 else 4))
-        return failure_of(lambda: posts[1].wait(SOON)).text
-
-    text = "in a round rank 0 sends rank 1 8 bytes, which awaits as many, but in other messages"
-    assert RUN(2, body) == [text] * 2
-
-
-def test_among_some_ranks_they_are_told_of_by_their_numbers_in_the_group():
-    def body(wire):
-        if wire.rank == 1:
-            return None
-        some = wire.among([3, 0, 2])
-        sends = [(0, torch.ones(2))] if some.rank == 2 else []
-        recvs = [(2, 4)] if some.rank == 0 else []
-        return told(some, sends, recvs)
-
-    said = "garbled", 2, "in a round rank 2 sends rank 3 8 bytes, which awaits 4"
-    assert RUN(4, body) == [said, None, said, said]
+    over_gloo(2, gives)
 
 
 def test_some_ranks_have_rounds_of_their_own():
@@ -219,6 +111,7 @@ def test_some_ranks_have_rounds_of_their_own():
             pending = some.post(sends, [(peer, 8 * count) for peer in others])
             for peer, part in zip(others, pending.wait(SOON), strict=True):
                 assert part.view(torch.int64).tolist() == [10 * peer + some.rank] * count
+        assert (some.device, some.features.lockstep) == (wire.device, True)
         some.close()
         failure_of(some.post)
         assert wire.failure() is None  # which has its own end
@@ -228,8 +121,10 @@ def test_some_ranks_have_rounds_of_their_own():
             first = again.among([1, 0])  # of those: ranks 2 and 0
             got = first.post([(1 - first.rank, torch.tensor([wire.rank]))], [(1 - first.rank, 8)])
             assert got.wait(SOON)[0].view(torch.int64).item() == 2 - wire.rank
+        wire.abort(Failure("aborted", 1, "rank 1 gave up"))
+        assert failure_of(again.post) == wire.failure()
 
-    RUN(4, body)
+    over_gloo(4, body)
 
 
 def test_pairs_that_wait_for_each_other_go_in_one_order_and_the_lower_rank_sends_first():
@@ -242,29 +137,31 @@ def test_pairs_that_wait_for_each_other_go_in_one_order_and_the_lower_rank_sends
         def send(tensors, peer, tag):
             log.append(("to", peer))
             boxes[rank, peer].put(tensors[0].clone())
-            return SimpleNamespace(wait=lambda timeout: None)
+            return SimpleNamespace(wait=lambda: None)
 
         def recv(tensors, peer, tag):
             log.append(("from", peer))
             come = boxes[peer, rank]
-            return SimpleNamespace(wait=lambda timeout: tensors[0].copy_(come.get(timeout=SOON)))
+            return SimpleNamespace(wait=lambda: tensors[0].copy_(come.get(timeout=SOON)))
 
         group = SimpleNamespace(bound_device_id=None, rank=lambda: rank, send=send, recv=recv)
-        part = rounds_over(lambda: group, rank, 4, CPU).among(some)
+        whole = GlooRounds(lambda: group, rank, 4, CPU)
+        part = whole.among(some)
         others = [peer for peer in range(3) if peer != part.rank]
         sends = [(peer, torch.ones(2)) for peer in others]
         part.post(sends, [(peer, 8) for peer in others]).wait(SOON)
+        whole.close()
         return log
 
     with ThreadPoolExecutor(3) as pool:
         logs = dict(zip(some, pool.map(asked, some), strict=True))
-    # twice: first the ranks compare lengths
-    assert logs[0] == [("to", 2), ("from", 2), ("to", 3), ("from", 3)] * 2
-    assert logs[2] == [("from", 0), ("to", 0), ("to", 3), ("from", 3)] * 2
-    assert logs[3] == [("from", 0), ("to", 0), ("from", 2), ("to", 2)] * 2
+    assert logs[0] == [("to", 2), ("from", 2), ("to", 3), ("from", 3)]
+    assert logs[2] == [("from", 0), ("to", 0), ("to", 3), ("from", 3)]
+    assert logs[3] == [("from", 0), ("to", 0), ("from", 2), ("to", 2)]
 
 
-def test_it_sums_over_all_ranks_with_equal_bits():
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_it_sums_over_all_ranks_with_equal_bits(size):
     def body(wire):
         assert isinstance(wire, Reducing)
         draw = torch.Generator().manual_seed(wire.rank)
@@ -274,44 +171,27 @@ def test_it_sums_over_all_ranks_with_equal_bits():
             pending = wire.all_reduce(x, op)
             assert pending.wait(SOON)[0] is x
             found.append(x)
+            exact = torch.arange(100).remainder(wire.rank + 2).to(dtype)
+            wire.all_reduce(exact, op).wait(SOON)
+            parts = [torch.arange(100).remainder(rank + 2) for rank in range(wire.size)]
+            assert torch.equal(exact, sum(parts).to(dtype))
         return found
 
-    first, *others = RUN(3, body)
+    first, *others = over_gloo(size, body)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
     floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
     assert {x.dtype for x in first} == {*floats, torch.int32, torch.int64}
 
 
-def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost():
-    group = threading.Thread()  # can be referred to weakly
-    reference = weakref.ref(group)
-    wire = rounds_over(reference, 0, 2, CPU)
-    del group
-    failure = failure_of(wire.post((), [(1, 8)]).wait)
+def test_the_first_failure_stays_and_a_group_that_is_gone_is_lost(streams):
+    streams.group = None
+    failure = failure_of(streams.wire.post((), [(1, 8)]).wait)
     assert (failure.kind, failure.peer) == ("lost", None) and "it was destroyed" in failure.text
-    wire.abort(Failure("aborted", 1, "later"))
-    assert wire.failure() == failure
-    assert failure_of(wire.post) == failure
-    wire.close()
-
-
-@pytest.mark.parametrize("error", [ValueError("a dtype"), MemoryError("8 GiB")], ids=repr)
-def test_whatever_an_operation_raises_ends_the_waits(error, monkeypatch):
-    group = threading.Thread()  # can be referred to weakly
-    wire = rounds_over(weakref.ref(group), 0, 2, CPU)
-
-    def raises(*_, **options):
-        raise error
-
-    monkeypatch.setattr(dist, "all_to_all_single", raises)
-    pending = wire.post((), [(1, 8)])
-    failure = failure_of(lambda: pending.wait(patient(20.0)))
-    assert failure.kind == "broken" and repr(error) in failure.text
-    wire.close()
-
-
-# which group
+    streams.wire.abort(Failure("aborted", 1, "later"))
+    assert streams.wire.failure() == failure
+    assert failure_of(streams.wire.post) == failure
+    streams.wire.close()
 
 
 # streams: who waits for whom, and how long memory is held
@@ -395,26 +275,34 @@ def streams(monkeypatch):
     def made(*given, **named):
         return clone(*given) if isinstance(given[0], FakeStream) else streams.stream(**named)
 
-    def all_to_all(out, data, incoming, outgoing, *, group, async_op):
-        assert not async_op  # in the stream that is current
+    def all_to_all(out, data, incoming, outgoing, *, group):
         streams.log.append((streams.current.number, "exchanges", outgoing, incoming))
         out.fill_(1)
         group.memory += [weakref.ref(out), weakref.ref(data)]
 
-    monkeypatch.setattr(torch_rounds, "has_streams", lambda device: True)
     monkeypatch.setattr(torch, "Stream", made)
     monkeypatch.setattr(torch, "Event", streams.event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.current)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+
+    def all_reduce(total, *, group):
+        streams.log.append((streams.current.number, "sums"))
+        total.fill_(1)
+
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     streams.group = Group(streams)
     streams.wire = rounds_over(lambda: streams.group, 0, 2, CPU)
     return streams
 
 
-def begun(streams, place):
-    """A post whose round is queued, and the event behind it."""
-    pending = streams.wire.post([(1, torch.zeros(3))], [(1, place)])
+def begun(streams, place, sums=False):
+    """A post whose round is queued, or a sum, and the event behind it."""
+    if sums:
+        pending = streams.wire.all_reduce(place, "sum")
+        streams.group.memory = [weakref.ref(pending.receives[0].part)]
+    else:
+        pending = streams.wire.post([(1, torch.zeros(3))], [(1, place)])
     with pytest.raises(TimeoutError):
         pending.wait(0.0)
     return pending, streams.behind
@@ -501,9 +389,10 @@ def test_a_device_that_fails_breaks_the_wire_and_holds_no_memory(streams):
     assert streams.group.aborted.wait(SOON)
 
 
-def test_an_abort_ends_waits_and_aborts_the_group_in_a_thread_of_its_own(streams):
+@pytest.mark.parametrize("sums", [False, True], ids=["post", "all_reduce"])
+def test_an_abort_ends_waits_and_aborts_the_group_in_a_thread_of_its_own(streams, sums):
     place = torch.zeros(2)
-    pending, behind = begun(streams, place)
+    pending, behind = begun(streams, place, sums)
     failure = Failure("aborted", 1, "rank 1 died")
     threading.Timer(0.1, streams.wire.abort, [failure]).start()
     assert failure_of(lambda: pending.wait(SOON)) == failure

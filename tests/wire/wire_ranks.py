@@ -13,6 +13,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.bootstrap.local import Rank, end, folder_of, pump
@@ -100,6 +102,26 @@ def on_new_processes(size, body, make=tcp.make, dies=()):
         if outcomes[rank].died:
             outcomes[rank] = Outcome(rank)
     return results(outcomes, "processes")
+
+
+def swap_often(wire):
+    """The program of one of two ranks."""
+    peer, message = 1 - wire.rank, torch.ones(1)
+    for _ in range(300):
+        wire.post([(peer, message)], [(peer, 4)]).wait(patient(20.0))
+
+
+def status_of(child):
+    """The status with which a forked child ends, which is soon."""
+    until = time.monotonic() + patient(20.0)
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("a forked child hangs")
 
 
 def packed(*functions):

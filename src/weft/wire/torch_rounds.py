@@ -1,4 +1,4 @@
-"""A device's tensors over a process group of torch's, in rounds: NCCL, XCCL, UCC; gloo in tests.
+"""A device's tensors over a process group of torch's, in rounds: NCCL, XCCL, UCC.
 
 A send over such a group blocks until its receive comes, so ranks that wait for each other in a
 circle hang. Therefore posts are collected until one of them is waited for. Then one round carries
@@ -19,39 +19,28 @@ through: once a wait has raised, nothing writes to the memory of any post.
 Each wire has a stream of its own. What is queued there waits for other ranks, and two groups whose
 operations shared a stream would wait for each other, where ranks use the groups in another order.
 
-Tensors of the CPU have no streams. Their operations are begun and waited for by a thread, since a
-wait of gloo's can neither be polled nor ended.
-
-No group compares the lengths of a message and of its receive: NCCL hangs or delivers garbage where
-they differ, and gloo ends the process that receives. Between CPUs the ranks do it themselves before
-each round. Between devices they do not, since the host would have to wait for what the others say.
+Nobody compares the lengths of a message and of its receive: NCCL hangs or delivers garbage where
+they differ. The ranks do not either, since the host would have to wait for what the others say.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import hashlib
 import logging
 import os
-import queue
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
-from itertools import permutations
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.latch import wait_for
 from ..base.memory import bytes_of
 from .interface import Failure, Features, Recv, Send, WireFailed
 
@@ -59,7 +48,6 @@ _log = logging.getLogger("weft")
 
 _GRAIN = 16  # bytes: messages begin at a multiple, enough for any dtype
 _PAUSES = (1e-4, 0.01)  # seconds between two looks at an event: the first, and the longest
-_FOREVER = timedelta(days=1000)  # the limits are the caller's
 CLOSING = 5.0  # seconds that a close may take
 
 _SUMMED = (
@@ -73,6 +61,7 @@ _SUMMED = (
 
 _FEATURES = Features(
     lockstep=True,
+    streams=True,
     # backends reduce each element in one place, and tell all ranks from there: equal bits
     reduces=frozenset(("sum", dtype) for dtype in _SUMMED),
 )
@@ -88,13 +77,7 @@ def rounds_over(
         rank, size: of the group.
         device: whose tensors it is to carry.
     """
-    kind = _InStream if has_streams(device) else OnThread
-    return TorchRounds(kind(group, size, device), range(size), rank)
-
-
-def has_streams(device: torch.device) -> bool:
-    """Whether work on a device is queued in streams."""
-    return device.type != "cpu"
+    return TorchRounds(Operations(group, size, device), range(size), rank)
 
 
 class TorchRounds:
@@ -103,7 +86,7 @@ class TorchRounds:
     A `weft.wire.interface.Wire` that is a `Rounds` and, but for some ranks alone, a `Reducing`.
     """
 
-    def __init__(self, operations: _Operations, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, operations: Operations, ranks: Sequence[int], rank: int) -> None:
         """
         Args:
             operations: of the group.
@@ -119,11 +102,7 @@ class TorchRounds:
         self._owns_operations = True
         self._closed: Failure | None = None
         self._queued: list[RoundPending] = []  # posted since the last round
-        self.features = replace(
-            _FEATURES,
-            streams=has_streams(self.device),
-            reduces=_FEATURES.reduces if self._is_whole else frozenset(),
-        )
+        self.features = _FEATURES if self._is_whole else replace(_FEATURES, reduces=frozenset())
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -172,7 +151,7 @@ class TorchRounds:
         if self._owns_operations:
             self._operations.close(self._closed, waits=waits)
 
-    def carry(self, pending: RoundPending) -> _Operation:
+    def carry(self, pending: RoundPending) -> Operation:
         """The operation that carries a post; it begins here if the post is in no round yet.
 
         Raises:
@@ -198,8 +177,6 @@ class TorchRounds:
         sent, outgoing = self._packed(posts)
         received, incoming = self._laid_out(posts)
         exchange = self._exchange(sent, outgoing, received, incoming)
-        if self.size > 1 and not self.features.streams:
-            exchange = partial(_after, self._comparison(posts), exchange)
         operation = self._operations.begin(exchange, sent, received)
         for post in posts:
             post.operation = operation
@@ -207,8 +184,8 @@ class TorchRounds:
 
     def _exchange(
         self, sent: Tensor, outgoing: list[int], received: Tensor, incoming: list[int]
-    ) -> _Begin:
-        """What begins to exchange bytes with the ranks of this wire: so many of them by rank."""
+    ) -> Queue:
+        """What queues an exchange of bytes with the ranks of this wire: so many of them by rank."""
         if self._is_whole:
             return partial(_all_to_all, received, sent, incoming, outgoing)
         parts = zip(
@@ -218,16 +195,6 @@ class TorchRounds:
             strict=True,
         )
         return partial(_between_pairs, list(parts))
-
-    def _comparison(self, posts: Sequence[RoundPending]) -> _Comparison:
-        """What compares the messages of a round with their receives, on all ranks."""
-        own = _row(posts, self.size)
-        sizes = [len(own)] * self.size
-        sizes[self.rank] = 0
-        sent = torch.frombuffer(bytearray(own * (self.size - 1)), dtype=torch.uint8)
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        exchange = self._exchange(sent, sizes, received, sizes)
-        return _Comparison(exchange, own, received, self.rank, self._ranks)
 
     def _packed(self, posts: Sequence[RoundPending]) -> tuple[Tensor, list[int]]:
         """Copy what posts send into one piece of memory; it, and its bytes for each rank."""
@@ -301,7 +268,7 @@ class RoundPending:
         self.channel = channel
         self.sends = [(peer, bytes_of(tensor)) for peer, tensor in sends]
         self.receives = [_Receive.of(peer, into) for peer, into in recvs]
-        self.operation: _Operation | None = None
+        self.operation: Operation | None = None
         self._wire = wire
         self._peers = sorted({peer for peer, _ in (*sends, *recvs)})
         self._received: list[Tensor] | None = None
@@ -315,8 +282,6 @@ class RoundPending:
         return self._taken(operation)
 
     def wait_stream(self) -> list[Tensor]:
-        if not self._wire.features.streams:
-            return self.wait()
         operation = self._wire.carry(self)
         if not operation.is_through():  # else a failure comes too late for it
             self._wire.check()
@@ -336,7 +301,7 @@ class RoundPending:
         if self.operation is not None:
             self._give_back(self.operation)
 
-    def _taken(self, operation: _Operation) -> list[Tensor]:
+    def _taken(self, operation: Operation) -> list[Tensor]:
         """What was received; the first time, it is copied to the tensors that are to be filled."""
         if self._received is None:
             self._received = []
@@ -352,150 +317,41 @@ class RoundPending:
                 self._give_back(operation)
         return self._received
 
-    def _give_back(self, operation: _Operation) -> None:
+    def _give_back(self, operation: Operation) -> None:
         """Let go of the memory of the round, which other posts may still use."""
         operation.follow_current_stream()
         for receive in self.receives:
             receive.part = None
 
 
-# Lengths of messages ----------------------------------------------------------------------------
-
-_SUMMARY = struct.Struct("<q8s")  # of the messages from one rank to another: bytes, and a digest
-
-
-def _row(posts: Sequence[RoundPending], size: int) -> bytes:
-    """What a rank says of a round: a summary of what it sends to each, then of what it awaits."""
-    sends: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    receives: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    for post in posts:
-        for peer, message in post.sends:
-            sends[peer].append((post.channel, message.numel()))
-        for receive in post.receives:
-            receives[receive.peer].append((post.channel, receive.nbytes))
-    return b"".join(_summary(messages) for messages in (*sends, *receives))
-
-
-def _summary(messages: Sequence[tuple[int, int]]) -> bytes:
-    """Of messages in their order, each with its channel and its bytes."""
-    digest = hashlib.blake2b(repr(messages).encode(), digest_size=8).digest()
-    return _SUMMARY.pack(sum(nbytes for _, nbytes in messages), digest)
-
-
-class _Comparison:
-    """Has all ranks know the rows of all, and fail alike where messages are not as awaited."""
-
-    def __init__(
-        self,
-        exchange: _Begin,
-        own: bytes,
-        received: Tensor,
-        rank: int,
-        ranks: Sequence[int],
-    ) -> None:
-        """
-        Args:
-            exchange: sends this rank's row to all others, and receives theirs.
-            own: this rank's row.
-            received: where those of the others come, in rank order.
-            rank: this rank, as the wire numbers it.
-            ranks: those of the wire, as the group numbers them.
-        """
-        self._exchange = exchange
-        self._own = own
-        self._received = received
-        self._rank = rank
-        self._ranks = ranks
-
-    def finish(self, group: Any) -> None:
-        """Compare; it takes until all ranks have come.
-
-        Raises:
-            WireFailed: some rank sends other messages than are awaited. On every rank.
-        """
-        for work in self._exchange(group, True):
-            work.wait(_FOREVER)
-        size = len(self._ranks)
-        rows = self._rows()
-        for source, target in permutations(range(size), 2):
-            sent = rows[source][target]
-            awaited = rows[target][size + source]
-            if sent != awaited:
-                raise WireFailed(self._failure(source, target, sent[0], awaited[0]))
-
-    def _rows(self) -> list[list[tuple[int, bytes]]]:
-        """What each rank has said, in rank order: the bytes and the digest of each summary."""
-        length = len(self._own)
-        others = self._received.numpy().tobytes()
-        before = length * self._rank
-        everyones = others[:before] + self._own + others[before:]
-        rows = []
-        for start in range(0, len(everyones), length):
-            rows.append(list(_SUMMARY.iter_unpack(everyones[start : start + length])))
-        return rows
-
-    def _failure(self, source: int, target: int, sent: int, awaited: int) -> Failure:
-        sender = self._ranks[source]
-        text = f"in a round rank {sender} sends rank {self._ranks[target]} {sent} bytes, "
-        if sent != awaited:
-            text += f"which awaits {awaited}"
-        else:
-            text += "which awaits as many, but in other messages"
-        return Failure("garbled", sender, text)
-
-
-def _after(
-    comparison: _Comparison, exchange: _Begin, group: Any, is_awaited: bool
-) -> Iterable[dist.Work]:
-    """Begin to exchange messages once they are known to be those that are awaited."""
-    comparison.finish(group)
-    return exchange(group, is_awaited)
-
-
 # Operations of the group ------------------------------------------------------------------------
 
-_Begin = Callable[[Any, bool], Iterable[dist.Work]]
-"""Begins an operation of the group that it is given, in the current stream; returns what is to be
-waited for yet. The second argument says that there are no streams: then a thread runs it."""
+Queue = Callable[[Any], None]
+"""Queues an operation of the group that it is given, in the current stream."""
 
 
-class _Operation(Protocol):
-    """An operation of the group, under way or through."""
-
-    def is_through(self) -> bool:
-        """Whether it has ended well; any thread. It never blocks."""
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait on the host until it is through, or the wire has failed; False: not in time."""
-
-    def wait_stream(self) -> None:
-        """Have the current stream wait."""
-
-    def follow_current_stream(self) -> None:
-        """Have its memory used again only behind what is in the current stream by now."""
-
-
-class _Operations(abc.ABC):
-    """The operations of a process group on one device.
+class Operations:
+    """The operations of a process group on one device, in a stream of the wire's own.
 
     Attributes:
         size: of the group.
         device: of the tensors.
         failure: the first one.
-        lock: entered by itself: that of a condition is Python, and may stay held by an interrupt.
-        changed: notified when an operation is through, and at a failure; with that lock.
     """
 
     def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
         self.size = size
         self.device = device
         self.failure: Failure | None = None
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         self._group = group
         self._process = os.getpid()
+        self._lock = threading.RLock()
+        # of a pool that programs do not draw from: their streams are used again in turn
+        self._stream = torch.Stream(device, priority=-1)
+        self._under_way: deque[Operation] = deque()
+        weakref.finalize(self, _hold, self._under_way).atexit = False
 
-    def begin(self, start: _Begin, *memory: Tensor) -> _Operation:
+    def begin(self, queue: Queue, *memory: Tensor) -> Operation:
         """Begin an operation; its memory is held until it is through.
 
         Raises:
@@ -505,159 +361,22 @@ class _Operations(abc.ABC):
             group = self._group()
             if group is None:
                 raise RuntimeError("it was destroyed")
-            return self._begin(start, group, memory)
+            return self._begin(queue, group, memory)
         except RuntimeError as error:  # no backend says which rank it is about
             failure = self.fail(Failure("lost", None, f"the process group failed: {error}"))
             raise WireFailed(failure) from error
 
-    def fail(self, failure: Failure) -> Failure:
-        """Fail with this, unless there is a failure already; the one that counts."""
-        with self.lock:
-            if self.failure is None:
-                self.failure = failure
-                self.changed.notify_all()
-                self._abort()
-            return self.failure
-
-    def close(self, failure: Failure, *, waits: bool) -> None:
-        """End all waits, and let go of everything; with or without a wait for what is under way."""
-        if os.getpid() != self._process:  # forked, where another thread may have held the lock
-            self.failure = self.failure or failure
-            return
-        with self.lock:
-            self.failure = self.failure or failure
-            self.changed.notify_all()
-        self._end(waits=waits)
-
-    @abc.abstractmethod
-    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
-        """Begin an operation. Raises RuntimeError if the group has failed."""
-
-    @abc.abstractmethod
-    def _abort(self) -> None:
-        """End what is under way, after a failure. Returns at once."""
-
-    @abc.abstractmethod
-    def _end(self, *, waits: bool) -> None:
-        """Let go of everything, `waits`: once what is under way has ended. Twice is fine."""
-
-
-class OnThread(_Operations):
-    """Operations on tensors of the CPU, each of which a thread begins when the last one is through.
-
-    A group of gloo is not aborted: that ends no wait of its (measured, torch 2.13). What was asked
-    for then goes on in memory that nobody reads, and meets what other ranks have begun.
-    """
-
-    def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
-        super().__init__(group, size, device)
-        self._under_way: queue.SimpleQueue[_Awaited | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._under_way.put, None).atexit = False
-
-    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
-        if self._thread is None:
-            thread = threading.Thread(
-                target=_wait_for_all, args=[self._under_way], name="weft rounds", daemon=True
-            )
-            thread.start()
-            self._thread = thread
-        operation = _Awaited(self, partial(start, group, True), memory)
-        self._under_way.put(operation)
-        return operation
-
-    def _abort(self) -> None:
-        pass
-
-    def _end(self, *, waits: bool) -> None:
-        self._under_way.put(None)
-
-
-def _wait_for_all(under_way: queue.SimpleQueue[_Awaited | None]) -> None:
-    """Begin operations in their order, and wait for each, until there is None."""
-    while (operation := under_way.get()) is not None:
-        operation.finish()
-        del operation  # its memory is not this idle thread's
-
-
-class _Awaited:
-    """An operation on tensors of the CPU; an `_Operation`."""
-
-    def __init__(
-        self,
-        operations: OnThread,
-        begin: Callable[[], Iterable[dist.Work]],
-        memory: tuple[Tensor, ...],
-    ) -> None:
-        self._operations = operations
-        self._begin: Callable[[], Iterable[dist.Work]] | None = begin  # None: it has begun
-        self._memory = memory
-        self._is_through = False
-
-    def finish(self) -> None:
-        """Begin it and wait for it, however long it takes."""
-        operations = self._operations
-        begin = self._begin
-        self._begin = None
-        assert begin is not None
-        try:
-            for work in begin():
-                work.wait(_FOREVER)
-        except WireFailed as error:
-            operations.fail(error.failure)
-            return
-        except RuntimeError as error:
-            operations.fail(Failure("lost", None, f"the process group failed: {error}"))
-            return
-        except BaseException as error:  # else the thread would end, and who waits hear of nothing
-            operations.fail(Failure("broken", None, f"the process group raised {error!r}"))
-            return
-        with operations.lock:
-            self._is_through = operations.failure is None
-            self._memory = ()
-            operations.changed.notify_all()
-
-    def is_through(self) -> bool:
-        return self._is_through
-
-    def wait(self, timeout: float | None) -> bool:
-        operations = self._operations
-
-        def is_over() -> bool:
-            return self._is_through or operations.failure is not None
-
-        with operations.lock:
-            return wait_for(operations.changed, is_over, timeout)
-
-    def wait_stream(self) -> None:
-        self.wait(None)
-
-    def follow_current_stream(self) -> None:
-        pass
-
-
-class _InStream(_Operations):
-    """Operations on tensors of a device, in a stream of the wire's own."""
-
-    def __init__(self, group: Callable[[], Any], size: int, device: torch.device) -> None:
-        super().__init__(group, size, device)
-        # of a pool that programs do not draw from: their streams are used again in turn
-        self._stream = torch.Stream(device, priority=-1)
-        self._under_way: deque[_Queued] = deque()
-        weakref.finalize(self, _hold, self._under_way).atexit = False
-
-    def _begin(self, start: _Begin, group: Any, memory: tuple[Tensor, ...]) -> _Operation:
+    def _begin(self, queue: Queue, group: Any, memory: tuple[Tensor, ...]) -> Operation:
         self._drop_ended()
         current = torch.accelerator.current_stream(self.device)
         before = torch.Event(self.device)
         before.record(current)
         with self._entered() as stream:
             stream.wait_event(before)
-            for work in start(group, False):
-                work.wait()  # the stream does, not the host
+            queue(group)
             behind = torch.Event(self.device)
             behind.record(stream)
-        operation = _Queued(self, behind, current, memory)
+        operation = Operation(self, behind, current, memory)
         self._under_way.append(operation)
         return operation
 
@@ -670,16 +389,33 @@ class _InStream(_Operations):
         own = self._stream
         return torch.Stream(own.stream_id, own.device_index, own.device_type)
 
+    def fail(self, failure: Failure) -> Failure:
+        """Fail with this, unless there is a failure already; the one that counts."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = failure
+                self._abort()
+            return self.failure
+
     def _abort(self) -> None:
+        """End what is under way. It may take its time, and the one who fails has none."""
         group = self._group()
-        if group is not None:  # it may take its time, and the one who fails has none
+        if group is not None:
             abort = threading.Thread(
                 target=_abort, args=[group, self.device], name="weft abort", daemon=True
             )
             abort.start()
 
-    def _end(self, *, waits: bool) -> None:
-        """Wait for what is under way: a peer may wait for it. Else `_hold` has its memory."""
+    def close(self, failure: Failure, *, waits: bool) -> None:
+        """End all waits, `waits`: once what is under way has ended. Twice is fine.
+
+        A peer may wait for that. Without a wait `_hold` has its memory.
+        """
+        if os.getpid() != self._process:  # forked, where another thread may have held the lock
+            self.failure = self.failure or failure
+            return
+        with self._lock:
+            self.failure = self.failure or failure
         deadline = time.monotonic() + CLOSING
         while waits and time.monotonic() < deadline:
             self._drop_ended()
@@ -691,7 +427,7 @@ class _InStream(_Operations):
         """Forget operations that have ended, and so their memory. They end in their order."""
         # locked: a call that begins an operation and a close may both come here, and who sees that
         # the first one has ended may then pop no other
-        with self.lock:
+        with self._lock:
             while self._under_way and self._under_way[0].has_ended():
                 self._under_way.popleft()
 
@@ -705,10 +441,10 @@ def _abort(group: Any, device: torch.device) -> None:
         _log.warning("a process group could not be aborted: %s", error)
 
 
-_held: list[_Queued] = []  # operations that may still write to their memory
+_held: list[Operation] = []  # operations that may still write to their memory
 
 
-def _hold(under_way: Iterable[_Queued]) -> None:
+def _hold(under_way: Iterable[Operation]) -> None:
     """Hold the memory of operations whose wire is gone until they have ended."""
     _held.extend(under_way)
     # by `list`, since `copy` may collect garbage between the length and the items, which comes here
@@ -718,12 +454,12 @@ def _hold(under_way: Iterable[_Queued]) -> None:
                 _held.remove(operation)
 
 
-class _Queued:
-    """An operation in a stream; an `_Operation`."""
+class Operation:
+    """An operation in a stream, under way or through."""
 
     def __init__(
         self,
-        operations: _InStream,
+        operations: Operations,
         behind: torch.Event,
         stream: torch.Stream,
         memory: tuple[Tensor, ...],
@@ -761,6 +497,7 @@ class _Queued:
         return self._has_ended
 
     def is_through(self) -> bool:
+        """Whether it has ended well; any thread. It never blocks."""
         # asked in this order, since it may have ended by the abort that follows a failure
         if not self._is_through and self.has_ended() and not self._has_failed():
             self._is_through = True
@@ -771,6 +508,7 @@ class _Queued:
         return operations is not None and operations.failure is not None
 
     def wait(self, timeout: float | None) -> bool:
+        """Wait on the host until it is through, or the wire has failed; False: not in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         pause, longest = _PAUSES
         while not self.is_through() and not self._has_failed():
@@ -781,9 +519,11 @@ class _Queued:
         return True
 
     def wait_stream(self) -> None:
+        """Have the current stream wait."""
         torch.accelerator.current_stream(self._device).wait_event(self._behind)
 
     def follow_current_stream(self) -> None:
+        """Have its memory used again only behind what is in the current stream by now."""
         current = torch.accelerator.current_stream(self._device)
         if current != self._stream:
             event = torch.Event(self._device)
@@ -792,29 +532,17 @@ class _Queued:
 
 
 def _all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    incoming: list[int],
-    outgoing: list[int],
-    group: Any,
-    is_awaited: bool,
-) -> Iterable[dist.Work]:
-    if len(outgoing) == 1:
-        return []
-    work = dist.all_to_all_single(
-        received, sent, incoming, outgoing, group=group, async_op=is_awaited
-    )
-    return [] if work is None else [work]
+    received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int], group: Any
+) -> None:
+    if len(outgoing) > 1:
+        dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
 
 
-def _sum(tensor: Tensor, group: Any, is_awaited: bool) -> Iterable[dist.Work]:
-    work = dist.all_reduce(tensor, group=group, async_op=is_awaited)
-    return [] if work is None else [work]
+def _sum(tensor: Tensor, group: Any) -> None:
+    dist.all_reduce(tensor, group=group)
 
 
-def _between_pairs(
-    parts: Sequence[tuple[int, Tensor, Tensor]], group: Any, is_awaited: bool
-) -> Iterable[dist.Work]:
+def _between_pairs(parts: Sequence[tuple[int, Tensor, Tensor]], group: Any) -> None:
     """Send and receive between the pairs of some ranks.
 
     If the group was made with `init_process_group(device_id=...)`, NCCL has a communicator for it,
@@ -824,6 +552,7 @@ def _between_pairs(
 
     Args:
         parts: for each peer its rank in the group, what goes there, and what comes from there.
+        group: of which they are.
     """
     messages: list[tuple[bool, int, Tensor]] = []  # whether it is sent, the peer, and its memory
     for peer, outgoing, incoming in sorted(parts, key=lambda part: part[0]):
@@ -831,19 +560,21 @@ def _between_pairs(
         if group.rank() > peer:
             both.reverse()
         messages += [message for message in both if message[2].numel()]
+    works = []
     if group.bound_device_id is None:
-        works = []
         for sends, peer, tensor in messages:
             if sends:
                 works.append(group.send([tensor], peer, 0))
             else:
                 works.append(group.recv([tensor], peer, 0))
-        return works
-    operations = [
-        dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=group, group_peer=peer)
-        for sends, peer, tensor in messages
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []
+    elif messages:
+        operations = [
+            dist.P2POp(dist.isend if sends else dist.irecv, tensor, group=group, group_peer=peer)
+            for sends, peer, tensor in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
+    for work in works:
+        work.wait()  # the stream does, not the host
 
 
 def _filled(nbytes: int) -> int:
