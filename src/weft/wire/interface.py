@@ -16,9 +16,6 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-CHANNELS = 1 << 31
-"""Channels are numbers below this one, as the tags of torch are."""
-
 MEETS = 160 << 10
 """Bytes of a message of a meeting: with `features.meets` of so many, or more, ranks of one host
 open their calls in meetings."""
@@ -178,9 +175,10 @@ class Wire(Protocol):
     ) -> Pending:
         """Start receiving and sending; returns at once.
 
-        Peers are other ranks. Messages have any length, also none. The n-th send to a peer on a
-        channel meets the peer's n-th receive from this rank on that channel, whichever is posted
-        first; other pairs and other channels wait for neither. Messages move while nobody waits.
+        Peers are other ranks, and a channel is a number below 2**31, as torch's tags are. Messages
+        have any length, also none. The n-th send to a peer on a channel meets the peer's n-th
+        receive from this rank on that channel, whichever is posted first; other pairs and other
+        channels wait for neither. Messages move while nobody waits.
 
         A send may be complete before its receive is posted, or only then; where the receiver copies
         from memory that both share, only when it is in a wait, for whatever, or asks `done`. It
@@ -326,20 +324,3 @@ class Meeting(Protocol):
             WireFailed: the wire has failed, or is closed; or this process is a child that the
                 wire's was forked into.
         """
-
-
-def check_meeting(
-    wire: Meeting, rank: int, limit: int, message: bytes | bytearray, ranks: Sequence[int]
-) -> None:
-    """Raise what `meet` of a wire raises for its arguments; `limit` is its `features.meets`."""
-    if not limit:
-        raise ValueError(f"rank {rank}: no ranks meet over this wire: send messages")
-    if len(message) > limit:
-        raise ValueError(
-            f"rank {rank} meets with {len(message)} bytes, where {limit} are the most: send them"
-        )
-    if rank not in ranks or len(set(ranks)) < len(ranks) or not wire.near.issuperset(ranks):
-        raise ValueError(
-            f"rank {rank} cannot meet ranks {[*ranks]}: pass it and some others of "
-            f"{sorted(wire.near)}, each once"
-        )

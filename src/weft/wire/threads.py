@@ -3,7 +3,7 @@
 The wires of a group share a room. The rank that posts the second end of a message copies it, so a
 message is one copy, and a send is complete only when it was received: the latest that `Wire.post`
 allows. If all ranks wait without a limit, nothing will ever come: all of them fail as stuck, at
-once. A meeting is a post to each other one of its ranks, on a channel that no program has.
+once. They have no meetings: calls open in messages, as between hosts.
 
 The wire is strict. What a rank must not read is garbage. A rank that changes a tensor while it is
 sent, or bytes that it received by size and may only read, breaks its wire.
@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.latch import NAP
-from ..base.memory import fault_of, memory_of, tensor_of
-from .interface import CHANNELS, MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
+from ..base.memory import fault_of, memory_of
+from .interface import Failure, Features, Recv, Send, WireFailed
 
-_MEETINGS = CHANNELS  # the channel of meetings
 _GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
 
 Bytes = NDArray[np.uint8]
@@ -165,9 +164,6 @@ class Room:
 def thread_wires(size: int) -> list[ThreadWire]:
     """The wires of a group of `size` ranks, to be used by one thread each.
 
-    Raises:
-        ValueError: there are no ranks.
-
     Example:
         >>> import torch
         >>> first, second = thread_wires(2)
@@ -177,8 +173,6 @@ def thread_wires(size: int) -> list[ThreadWire]:
         >>> sent.wait()
         []
     """
-    if size < 1:
-        raise ValueError(f"a group has at least one rank, not {size}")
     room = Room(size)
     return [ThreadWire(rank, room) for rank in range(size)]
 
@@ -187,7 +181,6 @@ class ThreadWire:
     """One rank's end of a group that `thread_wires` makes; a `weft.wire.interface.Wire`.
 
     Attributes:
-        near: all ranks.
         room: the group's.
         lock: the room's.
         changed: notified when a wait may be over.
@@ -198,8 +191,7 @@ class ThreadWire:
         self.rank = rank
         self.size = room.size
         self.device = torch.device("cpu")
-        self.features = Features(meets=MEETS)
-        self.near = frozenset(range(room.size))
+        self.features = Features()
         self.room = room
         self.lock = room.lock
         self.changed = room.changed[rank]
@@ -223,14 +215,6 @@ class ThreadWire:
                 end = pending.add_send(peer, tensor)
                 self.room.add(end, (self.rank, peer, channel))
         return pending
-
-    def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> RoomMeeting:
-        check_meeting(self, self.rank, MEETS, message, ranks)
-        sent = tensor_of(bytearray(message))
-        peers = [rank for rank in ranks if rank != self.rank]
-        sends = [(peer, sent) for peer in peers]
-        pending = self.post(sends, [(peer, MEETS) for peer in peers], _MEETINGS)
-        return RoomMeeting(pending, message, ranks.index(self.rank))
 
     def lease(self, nbytes: int) -> None:
         """Any memory is as good: None."""
@@ -445,36 +429,6 @@ class ThreadPending:
         """Break the wire, and raise what broke it; with the lock held."""
         self.wire.fail(Failure("broken", self.wire.rank, text))
         self.wire.check()
-
-
-class RoomMeeting:
-    """The messages of one meeting; a `weft.wire.interface.PendingBytes`."""
-
-    def __init__(self, pending: ThreadPending, message: bytes | bytearray, position: int) -> None:
-        """
-        Args:
-            pending: the post of the same messages, in the order of the other ranks.
-            message: this rank's own.
-            position: its place among the others.
-        """
-        self._pending = pending
-        self._message = message
-        self._position = position
-        self._messages: list[bytes | bytearray] | None = None  # what `wait` has returned
-
-    def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
-        if self._messages is None:
-            views = [view.numpy().data for view in self._pending.wait(timeout)]
-            self._messages = [*map(bytearray, views)]
-            self._messages.insert(self._position, self._message)
-            self._pending.release()
-        return [*self._messages]
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def waiting_for(self) -> list[int]:
-        return self._pending.waiting_for()
 
 
 def bytes_of(tensor: Tensor) -> Bytes:

@@ -54,7 +54,7 @@ from torch import Tensor
 from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import NO_SIGNAL, own_address
-from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed, check_meeting
+from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed
 from ..start import Start
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
@@ -288,7 +288,7 @@ class TcpWire:
 
     def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> meeting.TcpMeeting:
         self._check_process()  # a thread of the parent may hold `_turn`
-        check_meeting(self, self.rank, self.features.meets, message, ranks)
+        self._check_meeting(message, ranks)
         with self._turn:
             meetings = self.meetings  # which the handler of a signal may drop
             self._check()
@@ -303,6 +303,23 @@ class TcpWire:
                 raise
             finally:
                 self._is_moving = False
+
+    def _check_meeting(self, message: bytes | bytearray, ranks: Sequence[int]) -> None:
+        """Raise ValueError for arguments of `meet` that cannot be."""
+        rank = self.rank
+        limit = self.features.meets
+        if not limit:
+            raise ValueError(f"rank {rank}: no ranks meet over this wire: send messages")
+        if len(message) > limit:
+            raise ValueError(
+                f"rank {rank} meets with {len(message)} bytes, where {limit} are the most: send "
+                "them"
+            )
+        if rank not in ranks or len(set(ranks)) < len(ranks) or not self.near.issuperset(ranks):
+            raise ValueError(
+                f"rank {rank} cannot meet ranks {[*ranks]}: pass it and some others of "
+                f"{sorted(self.near)}, each once"
+            )
 
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
