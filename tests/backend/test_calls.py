@@ -41,7 +41,7 @@ def in_group(group, body, folder):
         return body(group.rank, group.size)
 
 
-def part(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def part(rank, count, dtype=torch.float32):
     """A rank's values: small integers, so that sums are exact in every dtype."""
     return ((torch.arange(count) + 3 * rank) % 5).to(dtype)
 

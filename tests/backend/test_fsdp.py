@@ -21,13 +21,13 @@ STEPS = 2
 BATCH = 42  # of all ranks together
 
 
-def made() -> nn.Sequential:
+def made():
     """Of six ranks the last has no row of any layer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def train(model: nn.Module, rank: int, ranks: int) -> list[torch.Tensor]:
+def train(model, rank, ranks):
     """The parameters after some steps with clipped gradients; a step has two backwards."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -43,14 +43,14 @@ def train(model: nn.Module, rank: int, ranks: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def sharded(mesh: dist.DeviceMesh, again: bool = True) -> nn.Module:
+def sharded(mesh, again=True):
     model = made()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=again)
     return model
 
 
-def program(size: int, wanted: list[torch.Tensor], folder: str) -> None:
+def program(size, wanted, folder):
     dist.init_process_group("cpu:weft")
     mesh = init_device_mesh("cpu", (size,))
     meshes = [mesh]
@@ -74,7 +74,7 @@ def program(size: int, wanted: list[torch.Tensor], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def of_the_first_kind(size: int) -> None:
+def of_the_first_kind(size):
     """It frees and fills the storages of what goes through the collectives."""
     dist.init_process_group("cpu:weft")
     trained = []
@@ -94,7 +94,7 @@ def of_the_first_kind(size: int) -> None:
     dist.destroy_process_group()
 
 
-def redistribute(mesh: dist.DeviceMesh) -> None:
+def redistribute(mesh):
     """From every placement to every other: of fewer rows than ranks, as many, and more."""
     placements = (Shard(0), Shard(1), Replicate())
     for rows, columns in ((1, 3), (7, 8), (17, 5)):

@@ -6,9 +6,6 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +47,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(monkeypatch, absent):
     assert run(3, program) == [absent] * 3
 
 
-def again() -> list[float]:
+def again():
     sums = []
     for _ in range(4):
         dist.init_process_group("cpu:weft")
@@ -63,7 +60,7 @@ def again() -> list[float]:
     return sums
 
 
-def test_a_program_destroys_its_group_and_makes_another() -> None:
+def test_a_program_destroys_its_group_and_makes_another():
     """In a store that all of them have, as a launcher's is."""
     assert processes(2, again) == [[4.0] * 8] * 2
 
@@ -82,9 +79,7 @@ dist.all_reduce(torch.ones(1), async_op=True)  # gloo's thread aborts the proces
 """
 
 
-def test_a_program_may_end_without_destroying_its_group(
-    programs: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_program_may_end_without_destroying_its_group(programs, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     meeting = str(tmp_path / "meeting")
     ranks = [
@@ -109,9 +104,7 @@ print(rows.indices()[0].tolist())
 """
 
 
-def test_a_program_as_it_is_goes_on_after_a_rank_died(
-    restarted: Callable[..., dict[tuple[int, int], str]], tmp_path: Path
-) -> None:
+def test_a_program_as_it_is_goes_on_after_a_rank_died(restarted, tmp_path):
     """With the store of torchrun's agent; gloo alone finds addresses of the attempt before there,
     and fails."""
     printed = restarted(DIES, [str(tmp_path / "died")], 1)
@@ -121,7 +114,7 @@ def test_a_program_as_it_is_goes_on_after_a_rank_died(
 class Doorkeeper:
     """Leads who connects to it to a store; it counts them."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self.came = 0
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -130,7 +123,7 @@ class Doorkeeper:
         self._threads = [threading.Thread(target=self._lead)]
         self._threads[0].start()
 
-    def _lead(self) -> None:
+    def _lead(self):
         with contextlib.suppress(OSError):  # ended by `close`
             while True:
                 visitor, _ = self._listener.accept()
@@ -141,13 +134,13 @@ class Doorkeeper:
                     self._threads.append(threading.Thread(target=self._pass_on, args=ends))
                     self._threads[-1].start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source, target):
         with contextlib.suppress(OSError):  # ended by either side, or by `close`
             while data := source.recv(1 << 16):
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
+    def close(self):
         for each in self._sockets:
             with contextlib.suppress(OSError):  # its other side has closed it
                 each.shutdown(socket.SHUT_RDWR)
@@ -156,7 +149,7 @@ class Doorkeeper:
             thread.join()
 
 
-def sum_of(group: dist.ProcessGroup | None) -> float:
+def sum_of(group):
     """Of ones, and then sent from rank 0 to rank 1."""
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
@@ -167,7 +160,7 @@ def sum_of(group: dist.ProcessGroup | None) -> float:
     return total.item()
 
 
-def many_groups(port: int) -> list[float]:
+def many_groups(port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     me = int(os.environ["RANK"])
     dist.init_process_group("cpu:weft", store=store, rank=me, world_size=2)
@@ -182,7 +175,7 @@ def many_groups(port: int) -> list[float]:
     return sums
 
 
-def connected_later() -> list[float]:
+def connected_later():
     dist.init_process_group("cpu:weft")
     alone = dist.new_group(backend=weft.testing.gloo_of_one_thread())
     sums = [sum_of(dist.group.WORLD), sum_of(alone)]
@@ -190,11 +183,11 @@ def connected_later() -> list[float]:
     return sums
 
 
-def test_gloo_may_connect_ranks_when_it_first_needs_to() -> None:
+def test_gloo_may_connect_ranks_when_it_first_needs_to():
     assert processes(2, connected_later, env={"TORCH_GLOO_LAZY_INIT": "1"}) == [[2.0] * 2] * 2
 
 
-def test_groups_need_no_connection_to_the_store_but_the_callers() -> None:
+def test_groups_need_no_connection_to_the_store_but_the_callers():
     """With each connection a TCPStore asks for a host's name, which takes seconds where no name
     server answers."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -40,7 +40,7 @@ def in_group(group, body, folder):
     return result
 
 
-def table(*indices: int, height: int = 10) -> Tensor:
+def table(*indices, height=10):
     values = torch.arange(1.0, 1 + 2 * len(indices)).view(-1, 2)
     return torch.sparse_coo_tensor([indices], values, (height, 2), check_invariants=True)
 
@@ -210,7 +210,7 @@ def promised(me, size):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         weight = torch.randint(-2, 3, (20, 4), generator=generator).float()
@@ -219,12 +219,11 @@ class Model(nn.Module):
         with torch.no_grad():
             self.dense.weight.copy_(torch.randint(-2, 3, (2, 4), generator=generator))
 
-    def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.dense(self.table(words))
-        return out
+    def forward(self, words):
+        return self.dense(self.table(words))
 
 
-def words(rank: int, step: int) -> Tensor:
+def words(rank, step):
     return torch.tensor([rank, 7, 7 + step])
 
 

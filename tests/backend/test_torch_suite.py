@@ -15,11 +15,9 @@ import time
 import traceback
 import types
 import unittest
-from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -50,7 +48,7 @@ def test_pytorchs_own_tests_pass(tmp_path):
     folder = tmp_path / "suite"
     folder.mkdir()
     ranks = processes(RANKS, outcomes, str(folder), "cpu:weft", timeout=120)
-    failed: dict[str, str] = {}
+    failed = {}
     for rank, found in enumerate(ranks):
         for name, outcome in found.items():
             if outcome.startswith("failed") and not name.startswith(tuple(NOT_WEFTS)):
@@ -66,12 +64,12 @@ def test_the_manual_lists_what_may_fail():
     assert sorted(listed) == sorted(NOT_WEFTS)
 
 
-def outcomes(folder: str, backend: str, wanted: str = "") -> dict[str, str]:
+def outcomes(folder, backend, wanted=""):
     """How PyTorch's tests end on this rank, those whose name the pattern `wanted` finds.
 
     Each is "passed", or "skipped: " or "failed: " with the reason. Tests of devices are left out.
     """
-    found: dict[str, str] = {}
+    found = {}
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -86,7 +84,7 @@ def outcomes(folder: str, backend: str, wanted: str = "") -> dict[str, str]:
     return found
 
 
-def _imported(folder: str) -> Any:
+def _imported(folder):
     """PyTorch's module, which looks at the environment as it is imported."""
     os.environ.update(BACKEND="gloo", TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/gloo")
     sys.modules.pop(SUITE, None)
@@ -96,25 +94,23 @@ def _imported(folder: str) -> Any:
     return suite
 
 
-def _sleep(seconds: float) -> None:
+def _sleep(seconds):
     """What PyTorch's tests sleep by; for 0.1 s they do between two looks whether all ranks came."""
     time.sleep(0.01 if seconds == 0.1 else seconds)
 
 
 @contextmanager
-def _served_by(backend: str) -> Iterator[None]:
+def _served_by(backend):
     """A block in which groups that ask for gloo have another backend."""
     init, new = dist.init_process_group, dist.new_group
 
-    def name(asked: str | None) -> str | None:
+    def name(asked):
         return backend if asked == "gloo" else asked
 
-    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+    def init_process_group(backend=None, *args, **options):
         init(name(backend), *args, **options)
 
-    def new_group(
-        ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any
-    ) -> Any:
+    def new_group(ranks=None, timeout=None, backend=None, **options):
         return new(ranks, timeout, name(backend), **options)
 
     with (
@@ -124,14 +120,14 @@ def _served_by(backend: str) -> Iterator[None]:
         yield
 
 
-def _case(suite: Any) -> type[unittest.TestCase]:
+def _case(suite):
     return type("Own", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {})
 
 
-def _run(suite: Any, name: str, store: dist.Store) -> str:
+def _run(suite, name, store):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _prepare(suite, Path(os.environ["TEMP_DIR"]).parent / name)
-    case: Any = _case(suite)(name)
+    case = _case(suite)(name)
     case.rank = rank
     case.file_name = f"{os.environ['TEMP_DIR']}/again"
     if not torch.cuda.is_available() and NEEDS_DEVICES.search(
@@ -154,7 +150,7 @@ def _run(suite: Any, name: str, store: dist.Store) -> str:
             dist.destroy_process_group()
 
 
-def _prepare(suite: Any, folder: Path) -> None:
+def _prepare(suite, folder):
     """A folder for one test, where PyTorch's own barriers between processes are."""
     for part in ("barrier", "test_dir", "init_dir"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -162,7 +158,7 @@ def _prepare(suite: Any, folder: Path) -> None:
     suite.Barrier.barrier_id = 0
 
 
-def _outcome(suite: Any, case: Any, name: str) -> str:
+def _outcome(suite, case, name):
     reasons = {each.exit_code: each.message for each in suite.TEST_SKIPS.values()}
     try:
         getattr(case, name)()
@@ -176,7 +172,7 @@ def _outcome(suite: Any, case: Any, name: str) -> str:
     return "passed"
 
 
-def _meet(where: str, store: dist.Store, rank: int, size: int) -> None:
+def _meet(where, store, rank, size):
     """Wait until all ranks have come here."""
     store.set(f"{where}/{rank}", "")
     store.wait([f"{where}/{each}" for each in range(size)], timedelta(seconds=MEET))

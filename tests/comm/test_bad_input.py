@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,25 +14,25 @@ import weft
 from weft.testing import spmd
 
 
-def model() -> nn.Module:
+def model():
     made = nn.Linear(2, 1)
     made(torch.ones(1, 2)).sum().backward()
     return made
 
 
-def one() -> torch.Tensor:
+def one():
     return torch.ones(2)
 
 
-def rows() -> Any:
+def rows():
     return torch.tensor([1]), torch.ones(1, 2)
 
 
-def send(**options: Any) -> object:
+def send(**options):
     return weft.exchange(one(), [torch.tensor([0])] * 3, **options)
 
 
-WRONG: list[Any] = [
+WRONG = [
     "abc",
     3.5,
     iter(()),
@@ -45,7 +43,7 @@ WRONG: list[Any] = [
     torch.ones(2).numpy(),
 ]
 
-CALLS: dict[str, tuple[Callable[[Any], object], Any, str]] = {
+CALLS = {
     "sync_params module": (weft.sync_params, model, "module is a"),
     "sync_params src": (lambda x: weft.sync_params(model(), x), 0, "group_src is"),
     "sync_grads module": (weft.sync_grads, model, "module is a"),
@@ -81,7 +79,7 @@ def test_what_is_no_such_argument_is_an_error_on_every_rank(group, name):
         assert weft.all_reduce(said, "min").equal(weft.all_reduce(said, "max")), wrong
 
 
-TOO_LARGE: dict[str, Callable[[torch.Tensor], object]] = {
+TOO_LARGE = {
     "all_reduce": weft.all_reduce,
     "all_to_all": lambda x: weft.all_to_all([x] * 2),
     "exchange": lambda x: weft.exchange(x, [torch.tensor([0])] * 2),
@@ -102,12 +100,12 @@ def test_what_does_not_fit_in_memory_is_an_error_on_every_rank(group, name):
     assert weft.all_reduce(torch.ones(1)).item() == group.size
 
 
-def fake() -> torch.Tensor:
+def fake():
     with FakeTensorMode():
         return torch.ones(2)
 
 
-SENDS: dict[str, Callable[[torch.Tensor], Any]] = {
+SENDS = {
     "all_reduce": weft.all_reduce,
     "max": lambda x: weft.all_reduce(x, "max"),
     "all_to_all": lambda x: weft.all_to_all([x] * 2)[0],
@@ -136,7 +134,7 @@ def test_more_dimensions_than_are_sent_are_an_error_on_every_rank(group, name):
         assert weft.all_reduce(torch.ones(1)).item() == group.size
 
 
-WRAPPED: dict[str, Callable[[Callable[[torch.Tensor], Any]], object]] = {
+WRAPPED = {
     "a FakeTensor": lambda send: send(fake()),
     "in a transform": lambda send: torch.func.grad(lambda x: send(x).sum())(torch.ones(2)),
     "in a transform such": lambda send: torch.vmap(send)(torch.ones(3, 2)),
@@ -185,13 +183,13 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])  # its layout is strided
 
-GOOD: dict[str, tuple[Any, ...]] = {
+GOOD = {
     "all_to_all": ([torch.ones(2, 2)] * 3,),
     "exchange": (torch.ones(4, 2), [torch.tensor([0, 3])] * 3),
     "all_reduce": (torch.ones(2),),
 }
 
-TOLD: dict[str, dict[str, Callable[..., tuple[Any, ...]]]] = {
+TOLD = {
     "all_to_all": {
         "inputs is a Tensor: pass a list of 3 tensors": lambda x: (x[0],),
         "inputs has 2 tensors for 3 ranks": lambda x: (x[:2],),

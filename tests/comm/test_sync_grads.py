@@ -21,7 +21,7 @@ LOCK = threading.Lock()
 class Model(nn.Module):
     """Tables and layers; small integers, so that sums are exact in any order."""
 
-    def __init__(self, *, sparse: bool = True, other_order: bool = False) -> None:
+    def __init__(self, *, sparse=True, other_order=False):
         super().__init__()
         tables = ["table", "other"]
         for name in reversed(tables) if other_order else tables:
@@ -70,7 +70,7 @@ def wanted(size, average, uses=USES):
 
 @functools.cache
 def _wanted(size, average, uses):
-    total: dict[str, torch.Tensor] = {}
+    total = {}
     for rank in range(size):
         module = Model()
         module(words(rank), uses[rank % 4]).backward()

@@ -32,7 +32,7 @@ DTYPES = (
 class Model(nn.Module):
     """All kinds: tied, of no elements, in steps, larger than a chunk, in half precision."""
 
-    def __init__(self, rank: int, *, other_order: bool = False) -> None:
+    def __init__(self, rank, *, other_order=False):
         super().__init__()
         generator = torch.Generator().manual_seed(rank)
 
@@ -179,9 +179,7 @@ def test_what_differs_is_named_and_nothing_overwritten(group, what):
     check_equal(values(fine), values(Model(2)))
 
 
-def test_dtensors_may_be_imported_by_another_thread_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dtensors_may_be_imported_by_another_thread_meanwhile(monkeypatch):
     name = "torch.distributed.tensor"
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert local(torch.ones(3)).tolist() == [1, 1, 1]

@@ -6,11 +6,10 @@ To read what was freed may end the process, so ranks are processes of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import weft
 from weft.testing import spmd
@@ -18,14 +17,14 @@ from weft.testing import spmd
 SIDE = 200  # a tensor of SIDE x SIDE does not go along with an opening
 
 
-def freed(shape: torch.Size, left: int = 0) -> Tensor:
+def freed(shape, left=0):
     """What FSDP leaves of a parameter between its uses."""
     tensor = torch.ones(shape)
     tensor.untyped_storage().resize_(left)
     return tensor
 
 
-def freed_rows(shape: torch.Size, left: int = 0) -> Tensor:
+def freed_rows(shape, left=0):
     rows = torch.ones(1, *shape[1:])
     indices = torch.zeros(1, 1, dtype=torch.int64)
     tensor = torch.sparse_coo_tensor(indices, rows, shape, check_invariants=False)
@@ -33,21 +32,21 @@ def freed_rows(shape: torch.Size, left: int = 0) -> Tensor:
     return tensor
 
 
-def shrunk(shape: torch.Size) -> Tensor:
+def shrunk(shape):
     """What has memory for some of its elements."""
     return freed(shape, left=4)
 
 
-def shrunk_rows(shape: torch.Size) -> Tensor:
+def shrunk_rows(shape):
     return freed_rows(shape, left=4)
 
 
-def square(make: Callable[[torch.Size], Tensor] | None) -> Tensor:
+def square(make):
     shape = torch.Size((SIDE, SIDE))
     return torch.ones(shape) if make is None else make(shape)
 
 
-def with_gradient(make: Callable[[torch.Size], Tensor] | None) -> nn.Linear:
+def with_gradient(make):
     model = nn.Linear(SIDE, SIDE, bias=False)
     model.weight.grad = square(make)
     return model

@@ -62,7 +62,7 @@ def test_autograd_sees_nothing_of_it(group):
 
 
 class Tables(nn.Module):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         super().__init__()
         self.first, self.second = nn.Embedding(1, 1), nn.Embedding(1, 1)
         self.register_buffer("kept", torch.tensor([rank]))

@@ -9,6 +9,6 @@ from weft.bootstrap import local
 
 
 @pytest.fixture(autouse=True)
-def time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def time_to_say_why(monkeypatch):
     """A rank of a busy machine takes longer to end by itself, after another one has failed."""
     monkeypatch.setattr(local, "GRACE", patient(local.GRACE))

@@ -17,10 +17,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,6 @@ from weft.ddp import backward, registration
 from weft.ddp import state as of_models
 from weft.group import process_group
 from weft.group.callbacks import Callbacks
-from weft.group.group import Group
 from weft.schedules import dense
 from weft.testing import gloo_of_one_thread, spmd
 
@@ -51,7 +47,7 @@ VOCABULARY, WIDTH = 40, 4
 class Model(nn.Module):
     """Tables of all kinds, one of them under two names, and a dense part."""
 
-    def __init__(self, sparse: bool = True) -> None:
+    def __init__(self, sparse=True):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
         self.padded = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0, sparse=sparse)
@@ -65,21 +61,21 @@ class Model(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
 
-    def forward(self, words: Tensor, *, tables: str = "table padded bag twin") -> Tensor:
+    def forward(self, words, *, tables="table padded bag twin"):
         looked_up = [getattr(self, name)(words) for name in tables.split()]
         pooled = [each.sum(1) if each.dim() == 3 else each for each in looked_up]
         start = torch.zeros(len(words), WIDTH, dtype=self.first.weight.dtype)
-        hidden: Tensor = self.first(sum(pooled, start)).relu()
+        hidden = self.first(sum(pooled, start)).relu()
         return self.second(hidden)
 
 
-def words(step: int, count: int = 6) -> Tensor:
+def words(step, count=6):
     """A batch of this rank: indices, with duplicates."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randint(0, VOCABULARY // 2, (count, 3), generator=generator)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
     return {
         name: grad.to_dense() if grad.layout == torch.sparse_coo else grad.clone()
@@ -88,40 +84,38 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def check_equal(found: nn.Module, wanted: nn.Module) -> None:
+def check_equal(found, wanted):
     mine, theirs = gradients(found), gradients(wanted)
     assert mine.keys() == theirs.keys()
     for name, gradient in mine.items():
         torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=0, msg=name)
 
 
-def registered(
-    module: nn.Module, wire_dtype: torch.dtype | None = None, **options: Any
-) -> DistributedDataParallel:
+def registered(module, wire_dtype=None, **options):
     """A module in DistributedDataParallel, under weft's hook."""
     model = DistributedDataParallel(module, **options)
     ddp.register(model, wire_dtype=wire_dtype)
     return model
 
 
-def both(options: dict[str, Any]) -> tuple[nn.Module, DistributedDataParallel]:
+def both(options):
     """The same model twice: under weft's hook, and as it was."""
     model = Model()
     return registered(copy.deepcopy(model), **options), plain_ddp(model, **options)
 
 
-def plain_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
+def plain_ddp(model, **options):
     """A model as it was, in a group that may carry several sparse gradients."""
     group = dist.new_group(backend=gloo_of_one_thread())
     return DistributedDataParallel(model, process_group=group, **options)
 
 
-def trained(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def trained(*sizes):
     """A test: a rank's program within `weft.init`, in so many processes that have a group."""
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+    def decorate(body):
         @functools.wraps(body)
-        def inside(group: Group, tmp_path: Path, **given: Any) -> None:
+        def inside(group, tmp_path, **given):
             with in_default_group(group, tmp_path), init(timeout=60):
                 body(**given)
 
@@ -133,15 +127,15 @@ def trained(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return decorate
 
 
-def same_on_all(text: str) -> str:
+def same_on_all(text):
     """A text, which must be the same on every rank."""
-    texts: list[Any] = [None] * dist.get_world_size()
+    texts = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1
     return text
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
@@ -152,7 +146,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
+def with_all_options(body):
     """Run a body once for each set of options, in these processes, which are slow to start."""
     for name, options in OPTIONS.items():
         with in_case(name):
@@ -160,11 +154,11 @@ def with_all_options(body: Callable[[dict[str, Any]], None]) -> None:
 
 
 @trained(4, 2, 1)
-def test_gradients_are_those_of_plain_ddp() -> None:
+def test_gradients_are_those_of_plain_ddp():
     with_all_options(same_gradients)
 
 
-def same_gradients(options: dict[str, Any]) -> None:
+def same_gradients(options):
     """Of steps that follow each other, that accumulate, and of which a rank's batch is empty."""
     ours, plain = both(options)
     for step in range(6):
@@ -185,12 +179,12 @@ def same_gradients(options: dict[str, Any]) -> None:
 
 
 @trained(2)
-def test_tables_may_be_unused() -> None:
+def test_tables_may_be_unused():
     """On one rank in alternate steps, on all in one, which DistributedDataParallel cannot."""
     with_all_options(unused)
 
 
-def unused(options: dict[str, Any]) -> None:
+def unused(options):
     ours = registered(Model(), **options)
     oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
     for step in range(5):
@@ -208,7 +202,7 @@ def unused(options: dict[str, Any]) -> None:
 
 
 @trained(2)
-def test_a_table_may_be_unused_under_no_sync() -> None:
+def test_a_table_may_be_unused_under_no_sync():
     ours = registered(Model())
     oracle = DistributedDataParallel(Model(sparse=False), find_unused_parameters=True)
     for model in (ours, oracle):
@@ -224,7 +218,7 @@ def test_a_table_may_be_unused_under_no_sync() -> None:
 
 
 @trained(2)
-def test_other_dtypes() -> None:
+def test_other_dtypes():
     narrow = torch.bfloat16
     for dtype, wire_dtype in (
         (torch.float16, None),
@@ -249,7 +243,7 @@ def test_other_dtypes() -> None:
 
 
 @trained(3)
-def test_any_group_and_number_of_ranks() -> None:
+def test_any_group_and_number_of_ranks():
     """Three ranks, of which two train, with real numbers: equal to rounding."""
     group = dist.new_group([0, 2])
     safe = gloo_of_one_thread()
@@ -273,7 +267,7 @@ def test_any_group_and_number_of_ranks() -> None:
 
 
 @trained(2)
-def test_hook_and_state_for_trainers() -> None:
+def test_hook_and_state_for_trainers():
     model = Model()
     ours = DistributedDataParallel(copy.deepcopy(model))
     plain = plain_ddp(model)
@@ -291,16 +285,16 @@ def test_hook_and_state_for_trainers() -> None:
 
 
 @trained(2)
-def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
+def test_a_gradient_that_shares_memory_with_another_is_reduced_apart():
     """Plain DistributedDataParallel divides that of the table in place, and so the other."""
 
     class Sum(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.line = nn.Linear(2, 2)
             self.table = nn.Embedding(9, 2, sparse=True)
 
-        def forward(self, index: Tensor) -> Tensor:
+        def forward(self, index):
             hidden = self.line(torch.ones(3, 2))
             return hidden + self.table(index)
 
@@ -316,10 +310,10 @@ def test_a_gradient_that_shares_memory_with_another_is_reduced_apart() -> None:
 
 
 @trained(2)
-def test_a_result_is_not_copied_into_its_gradient() -> None:
+def test_a_result_is_not_copied_into_its_gradient():
     job_of, results = backward.job_of, []
 
-    def remember(*args: Any) -> Any:
+    def remember(*args):
         job = job_of(*args)
         return lambda: results.append(job()) or results[-1]
 
@@ -334,7 +328,7 @@ def test_a_result_is_not_copied_into_its_gradient() -> None:
 
 
 @trained(2)
-def test_a_registered_model_may_go_with_its_hooks() -> None:
+def test_a_registered_model_may_go_with_its_hooks():
     """Which C++ holds, where Python sees no cycle."""
     model = registered(nn.EmbeddingBag(9, 2, sparse=True))
     model(torch.tensor([[1, 2]])).sum().backward()
@@ -344,7 +338,7 @@ def test_a_registered_model_may_go_with_its_hooks() -> None:
     assert gone() is None
 
 
-def left_to_the_collector(step: Callable[[], None]) -> list[Tensor]:
+def left_to_the_collector(step):
     """The tensors in cycles that a step has made, which only the garbage collector ends."""
     step()
     gc.collect()
@@ -364,18 +358,18 @@ def left_to_the_collector(step: Callable[[], None]) -> list[Tensor]:
 
 
 @trained(2)
-def test_no_gradient_waits_for_the_garbage_collector() -> None:
-    def registered(model: DistributedDataParallel) -> None:
+def test_no_gradient_waits_for_the_garbage_collector():
+    def registered(model):
         ddp.register(model)
 
-    def sparsified(model: DistributedDataParallel) -> None:
+    def sparsified(model):
         model.register_comm_hook(ddp.TopK(0.5), ddp.topk_hook)
 
     for prepare in (registered, sparsified):
         model = DistributedDataParallel(Model())
         prepare(model)
 
-        def step(model: DistributedDataParallel = model) -> None:
+        def step(model=model):
             model.zero_grad()
             model(words(0)).sum().backward()
 
@@ -384,9 +378,9 @@ def test_no_gradient_waits_for_the_garbage_collector() -> None:
 
 
 @trained(2)
-def test_backward_goes_on_while_gradients_travel() -> None:
+def test_backward_goes_on_while_gradients_travel():
     model = DistributedDataParallel(Model(), bucket_cap_mb=1e-5)
-    seen: list[bool] = []
+    seen = []
     free = threading.Event()
 
     def hook(state, bucket):  # torch compares annotations with types, and these are postponed
@@ -405,12 +399,12 @@ def test_backward_goes_on_while_gradients_travel() -> None:
 
 
 @trained(2)
-def test_ranks_may_run_out_of_data() -> None:
+def test_ranks_may_run_out_of_data():
     for unused in (False, True):
         out_of_data({"find_unused_parameters": unused})
 
 
-def out_of_data(options: dict[str, Any]) -> None:
+def out_of_data(options):
     dense = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torch.no_grad():
         for parameter in dense.parameters():
@@ -426,11 +420,11 @@ def out_of_data(options: dict[str, Any]) -> None:
 
 
 @trained(2)
-def test_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
+def test_an_error_is_raised_as_itself_and_the_next_step_works():
     an_error_and_the_next_step({})
 
 
-def an_error_and_the_next_step(options: dict[str, Any]) -> None:
+def an_error_and_the_next_step(options):
     model = Model()
     ours = DistributedDataParallel(copy.deepcopy(model), **options)
     plain = plain_ddp(model, **options)
@@ -448,11 +442,11 @@ def an_error_and_the_next_step(options: dict[str, Any]) -> None:
 
 
 @trained(2)
-def test_an_error_of_a_dense_bucket_too() -> None:
+def test_an_error_of_a_dense_bucket_too():
     ours, plain = both({"bucket_cap_mb": 1e-5})
-    refused: list[str] = []
+    refused = []
 
-    def refuse(op: str, dtype: torch.dtype) -> str | None:
+    def refuse(op, dtype):
         refused.append(op)
         return "only once" if len(refused) == 1 else None
 
@@ -467,7 +461,7 @@ def test_an_error_of_a_dense_bucket_too() -> None:
 
 
 @trained(1)
-def test_a_closed_wire_is_an_error_as_itself() -> None:
+def test_a_closed_wire_is_an_error_as_itself():
     model = DistributedDataParallel(Model())
     ddp.register(model).group.close()
     for _ in range(2):  # the model is as good as before
@@ -476,7 +470,7 @@ def test_a_closed_wire_is_an_error_as_itself() -> None:
 
 
 @pytest.mark.parametrize(("how", "size"), [("killed", 4), ("raised", 2), ("killed in backward", 4)])
-def test_who_fails_is_named_by_all_others(how: str, size: int) -> None:
+def test_who_fails_is_named_by_all_others(how, size):
     """Also where they await its buffers, in a call of DistributedDataParallel's own over gloo."""
     with pytest.raises(LookupError if how == "raised" else WireError) as caught:
         launch(size, failing_in_its_second_step, [how], env={"OMP_NUM_THREADS": "1"})
@@ -486,7 +480,7 @@ def test_who_fails_is_named_by_all_others(how: str, size: int) -> None:
         assert f"rank {rank} of {size} raised WireError: rank {rank}: rank 0 {end} while" in notes
 
 
-def failing_in_its_second_step(how: str) -> None:
+def failing_in_its_second_step(how):
     with init(timeout=60):
         model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.BatchNorm1d(3))
         wrapped = registered(model)
@@ -499,14 +493,14 @@ def failing_in_its_second_step(how: str) -> None:
         (wrapped(words(1)) if output is None else output).sum().backward()
 
 
-def refuse_a_future(_: object) -> None:
+def refuse_a_future(_):
     time.sleep(0.1)  # the call has ended by then
     raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 @trained(2)
-def test_who_can_start_no_thread_for_a_bucket_is_named(sparse: bool) -> None:
+def test_who_can_start_no_thread_for_a_bucket_is_named(sparse):
     wrapped = registered(Model(sparse))
     outputs = wrapped(words(0))
     with pytest.MonkeyPatch.context() as patch:
@@ -517,7 +511,7 @@ def test_who_can_start_no_thread_for_a_bucket_is_named(sparse: bool) -> None:
 
 
 @trained(1)
-def test_a_backward_ends_where_no_thread_can_be_started_for_tables() -> None:
+def test_a_backward_ends_where_no_thread_can_be_started_for_tables():
     """DistributedDataParallel waits for their Futures, which have no deadline."""
     wrapped = DistributedDataParallel(Model())
     wrapped.register_comm_hook(ddp.State(), ddp.hook)
@@ -535,7 +529,7 @@ def test_a_backward_ends_where_no_thread_can_be_started_for_tables() -> None:
         (signal.SIGSTOP, "backward"),
     ],
 )
-def test_who_fails_after_the_last_bucket_is_named(how: int, by: str, tmp_path: Path) -> None:
+def test_who_fails_after_the_last_bucket_is_named(how, by, tmp_path):
     """Its peers await its used parameters then, over gloo, inside of torch's backward."""
     with pytest.raises(WireError) as caught:
         given = [how, by, tmp_path / "arrived"]
@@ -547,19 +541,19 @@ def test_who_fails_after_the_last_bucket_is_named(how: int, by: str, tmp_path: P
     )
 
 
-def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
+def failing_after_its_last_bucket(how, by, arrived):
     kind, hooks = WireError, ddp.hook
     with contextlib.ExitStack() as left, init(timeout=60) as group:
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        pids: list[Any] = [None, None]
+        pids = [None, None]
         dist.all_gather_object(pids, os.getpid())
         if how == signal.SIGSTOP and dist.get_rank() == 1:
             left.callback(os.kill, pids[0], signal.SIGKILL)
         armed = threading.Event()
 
         @functools.wraps(hooks)
-        def hook(state: ddp.State, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def hook(state, bucket):
             future = hooks(state, bucket)
             if armed.is_set() and dist.get_rank() == 1:
                 future.add_done_callback(lambda _: arrived.touch())
@@ -591,7 +585,7 @@ def failing_after_its_last_bucket(how: int, by: str, arrived: Path) -> None:
 
 
 @trained(2)
-def test_complex_gradients_are_sent_as_they_are() -> None:
+def test_complex_gradients_are_sent_as_they_are():
     module = nn.Linear(1, 2, bias=False, dtype=torch.complex64)
     model = registered(module, torch.bfloat16)
     below = 2.0**-9  # one of bfloat16's last digits
@@ -600,7 +594,7 @@ def test_complex_gradients_are_sent_as_they_are() -> None:
 
 
 @trained(1, 3)
-def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> None:
+def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do():
     me, size = dist.get_rank(), dist.get_world_size()
     for dtype, narrow, cap in (
         (torch.float32, torch.bfloat16, 25),
@@ -626,7 +620,7 @@ def test_dense_buckets_travel_in_the_wire_dtype_as_those_of_sync_grads_do() -> N
 
 
 @trained(3)
-def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
+def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank():
     me = dist.get_rank()
     ours = DistributedDataParallel(nn.Linear(70, 300))
     for given, wire_dtype, text in (
@@ -644,7 +638,7 @@ def test_who_disagrees_on_the_wire_dtype_is_named_on_every_rank() -> None:
     assert ours.module.bias.grad.eq(1).all()
 
 
-def check_alone(model: nn.Module) -> None:
+def check_alone(model):
     """A model that is not wrapped trains as if it were not registered; nobody is asked."""
     state, other = ddp.register(model), copy.deepcopy(model)
     for each in (model, other):
@@ -659,11 +653,11 @@ def check_alone(model: nn.Module) -> None:
 
 
 @trained(1)
-def test_a_model_that_is_not_wrapped_is_left_alone_in_a_group_of_one() -> None:
+def test_a_model_that_is_not_wrapped_is_left_alone_in_a_group_of_one():
     check_alone(nn.EmbeddingBag(9, 2, sparse=True))
 
 
-def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, caplog) -> None:
+def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, caplog):
     registration.say_alone.cache_clear()
     table = nn.EmbeddingBag(9, 2, sparse=True)
     check_alone(table)
@@ -677,7 +671,7 @@ def test_a_model_that_is_not_wrapped_is_left_alone_without_a_group(monkeypatch, 
         ddp.register(table)
 
 
-def said_in_steps(caplog: pytest.LogCaptureFixture, late: bool) -> list[str]:
+def said_in_steps(caplog, late):
     """What the log says of two steps of a model, which is registered before them, or in between."""
     with init():
         model = DistributedDataParallel(Model())
@@ -689,18 +683,18 @@ def said_in_steps(caplog: pytest.LogCaptureFixture, late: bool) -> list[str]:
     return [record.message for record in caplog.records if "ddp" in record.message]
 
 
-def test_the_log_says_what_the_first_step_carried(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_the_first_step_carried(caplog):
     (said,) = said_in_steps(caplog, late=False)
     assert said == "ddp: 3 tables and 1 dense bucket a step, 0 KB sent by rank 0 in the first"
 
 
-def test_the_log_says_that_a_model_was_registered_late(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_a_model_was_registered_late(caplog):
     warned, said = said_in_steps(caplog, late=True)
     assert "the model has run already" in warned and "3 tables" in said
 
 
 @trained(2)
-def test_a_model_that_has_a_hook_already_is_refused_on_every_rank() -> None:
+def test_a_model_that_has_a_hook_already_is_refused_on_every_rank():
     twice, other = (DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
     ddp.register(twice)
     if dist.get_rank() == 1:
@@ -713,7 +707,7 @@ def test_a_model_that_has_a_hook_already_is_refused_on_every_rank() -> None:
 
 
 @trained(2)
-def test_a_forward_that_was_set_on_the_model_is_the_one_that_runs() -> None:
+def test_a_forward_that_was_set_on_the_model_is_the_one_that_runs():
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     nn.init.ones_(model.module.weight)
     plainly = model.forward
@@ -737,7 +731,7 @@ def test_a_forward_that_was_set_on_the_model_is_the_one_that_runs() -> None:
 class Tied(nn.Module):
     """A table whose weight an output layer has, too, declared before it or behind."""
 
-    def __init__(self, output_first: bool) -> None:
+    def __init__(self, output_first):
         super().__init__()
         output = nn.Linear(3, 7, bias=False)
         if output_first:
@@ -746,12 +740,12 @@ class Tied(nn.Module):
         self.out = output
         self.table.weight = output.weight
 
-    def forward(self, index: Tensor) -> Tensor:
+    def forward(self, index):
         return self.out(self.table(index))
 
 
 @trained(2)
-def test_a_table_that_is_tied_to_a_dense_layer_is_refused_unless_that_is_declared_first() -> None:
+def test_a_table_that_is_tied_to_a_dense_layer_is_refused_unless_that_is_declared_first():
     with pytest.raises(
         WeftError, match=r"^rank 0: 'table.weight' .* tied to 'out.weight'"
     ) as error:
@@ -769,33 +763,32 @@ def test_a_table_that_is_tied_to_a_dense_layer_is_refused_unless_that_is_declare
     check_equal(ours, plain)
 
 
-def looked_up(weight: Tensor, index: Tensor) -> Tensor:
+def looked_up(weight, index):
     return nn.functional.embedding(index, weight, sparse=True).sum()
 
 
-def gathered(weight: Tensor, index: Tensor) -> Tensor:
+def gathered(weight, index):
     return torch.gather(weight, 0, index[:, None], sparse_grad=True).sum()
 
 
 class ByFunction(nn.Module):
     """A parameter and a table, with what gives both their gradients."""
 
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, use):
         super().__init__()
         self.table = nn.Embedding(7, 3, sparse=True)
         self.weight = nn.Parameter(torch.ones(7, 3))
         self.use = use
 
-    def forward(self, index: Tensor) -> Tensor:
+    def forward(self, index):
         return self.table(index).sum() + self.use(self, index)
 
 
-def plain_use(model: Any, index: Tensor) -> Tensor:
-    found: Tensor = model.weight[index].sum()
-    return found
+def plain_use(model, index):
+    return model.weight[index].sum()
 
 
-OTHER_KINDS: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
+OTHER_KINDS = [
     (lambda model, index: looked_up(model.weight, index), "'weight' got a sparse gradient"),
     (lambda model, index: gathered(model.weight, index), "'weight' got a sparse gradient"),
     (
@@ -808,21 +801,19 @@ OTHER_KINDS: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
 @pytest.mark.parametrize("erring", ["all ranks", "the last rank"])
 @pytest.mark.parametrize("finds_unused", [False, True])
 @trained(2, 3)
-def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(
-    erring: str, finds_unused: bool
-) -> None:
+def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(erring, finds_unused):
     last = dist.get_world_size() - 1
     culprit = 0 if erring == "all ranks" else last
     index = torch.tensor([1, 2 + dist.get_rank()])
 
-    def step(model: Any, use: Callable[[Any, Tensor], Tensor]) -> None:
+    def step(model, use):
         errs = erring == "all ranks" or dist.get_rank() == last
         model.zero_grad()
         model.module.use = use if errs else plain_use
         model(index).backward()
 
     for use, text in OTHER_KINDS:
-        options: dict[str, Any] = {"find_unused_parameters": finds_unused}
+        options = {"find_unused_parameters": finds_unused}
         model = registered(ByFunction(plain_use), **options)
         for _ in range(2):
             with pytest.raises(WeftError, match=f"^rank {culprit}: {text}") as error:
@@ -840,7 +831,7 @@ def test_a_gradient_of_another_kind_than_torch_expects_is_named_on_all_ranks(
 
 
 @trained(2)
-def test_what_watches_gradients_goes_with_the_model_though_its_state_is_kept() -> None:
+def test_what_watches_gradients_goes_with_the_model_though_its_state_is_kept():
     table = nn.Embedding(5, 2, sparse=True)
     inside = nn.Sequential(table, nn.Linear(2, 1))
     model = DistributedDataParallel(inside)
@@ -859,7 +850,7 @@ def test_what_watches_gradients_goes_with_the_model_though_its_state_is_kept() -
 
 
 @trained(2, 3)
-def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> None:
+def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused():
     """As a dense weight may."""
     inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     table = inside[0].weight
@@ -883,9 +874,7 @@ def test_a_table_may_be_frozen_for_a_step_where_ddp_finds_what_is_unused() -> No
 
 @pytest.mark.parametrize("adds_before", [False, True])
 @trained(2)
-def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next(
-    adds_before: bool,
-) -> None:
+def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next(adds_before):
     inside = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     table = inside[0].weight
     model = registered(inside, find_unused_parameters=True)
@@ -907,12 +896,12 @@ def test_a_backward_that_failed_with_a_frozen_table_leaves_nothing_to_the_next(
         assert table.grad.to_dense()[:2].all()
 
 
-def _raise(gradient: torch.Tensor) -> None:
+def _raise(gradient):
     raise ValueError("not finite")
 
 
 @trained(2)
-def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
+def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward():
     ours = DistributedDataParallel(nn.Linear(70, 300))
     wrong = torch.float16 if dist.get_rank() else torch.bfloat16
     ours.register_comm_hook(ddp.State(wire_dtype=wrong), ddp.hook)
@@ -925,14 +914,14 @@ def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward() -> None:
 
 
 @contextmanager
-def noted() -> Iterator[list[str]]:
+def noted():
     """What weft began on the group meanwhile, in order."""
-    began: list[str] = []
+    began = []
 
-    def noting(name: str) -> Any:
+    def noting(name):
         collective = getattr(dist, name)
 
-        def begin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def begin(tensor, *args, **kwargs):
             began.append(f"{name} {tensor.dtype}")
             return collective(tensor, *args, **kwargs)
 
@@ -945,7 +934,7 @@ def noted() -> Iterator[list[str]]:
 
 
 @trained(2, 1)
-def test_on_an_accelerator_gradients_are_the_same() -> None:
+def test_on_an_accelerator_gradients_are_the_same():
     with as_device(), noted() as began:
         with_all_options(same_gradients)
     assert set(began) <= {"all_reduce torch.float32", "all_to_all_single torch.uint8"}
@@ -953,13 +942,13 @@ def test_on_an_accelerator_gradients_are_the_same() -> None:
 
 
 @trained(4)
-def test_on_an_accelerator_tables_may_be_unused() -> None:
+def test_on_an_accelerator_tables_may_be_unused():
     with as_device():
         with_all_options(unused)
 
 
 @trained(2)
-def test_on_an_accelerator_the_group_carries_values_and_sums_what_is_dense() -> None:
+def test_on_an_accelerator_the_group_carries_values_and_sums_what_is_dense():
     ours, plain = both({"bucket_cap_mb": 1e-5})
     for step in range(2):  # of which the second has the buckets for good
         for model in (ours, plain):
@@ -973,7 +962,7 @@ def test_on_an_accelerator_the_group_carries_values_and_sums_what_is_dense() -> 
 
 
 @trained(2)
-def test_on_an_accelerator_the_group_gets_the_wire_dtype() -> None:
+def test_on_an_accelerator_the_group_gets_the_wire_dtype():
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 3))
     ours, plain = (DistributedDataParallel(copy.deepcopy(model)) for _ in range(2))
@@ -989,20 +978,20 @@ def test_on_an_accelerator_the_group_gets_the_wire_dtype() -> None:
 
 
 @trained(2)
-def test_on_an_accelerator_ranks_may_run_out_of_data() -> None:
+def test_on_an_accelerator_ranks_may_run_out_of_data():
     with as_device():
         out_of_data({"find_unused_parameters": True})
 
 
 @trained(2)
-def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works() -> None:
+def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works():
     with as_device():
         an_error_and_the_next_step({"find_unused_parameters": True})
 
 
 @trained(2)
-def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -> None:
-    def refuse(*args: Any) -> None:
+def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error():
+    def refuse(*args):
         raise WeftError("not now")
 
     for views in (False, True):
@@ -1015,7 +1004,7 @@ def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error() -
 
 
 @trained(2)
-def test_on_an_accelerator_a_model_may_not_use_the_group_in_between() -> None:
+def test_on_an_accelerator_a_model_may_not_use_the_group_in_between():
     model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
     with as_device(), pytest.MonkeyPatch.context() as patch:
         handle = "_passing_sync_batchnorm_handle"  # which wants a GPU
@@ -1027,7 +1016,7 @@ def test_on_an_accelerator_a_model_may_not_use_the_group_in_between() -> None:
 
 
 @trained(2)
-def test_buckets_that_torch_leaves_out_are_refused() -> None:
+def test_buckets_that_torch_leaves_out_are_refused():
     model = DistributedDataParallel(
         nn.Linear(2, 1), find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
@@ -1037,7 +1026,7 @@ def test_buckets_that_torch_leaves_out_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_on_an_accelerator_who_fails_in_backward_is_named(sparse: bool) -> None:
+def test_on_an_accelerator_who_fails_in_backward_is_named(sparse):
     with pytest.raises(WireError) as caught:
         launch(3, failing_as_on_an_accelerator, [sparse], env={"OMP_NUM_THREADS": "1"})
     notes = "\n".join(caught.value.__notes__)
@@ -1045,7 +1034,7 @@ def test_on_an_accelerator_who_fails_in_backward_is_named(sparse: bool) -> None:
         assert f"rank {rank} of 3 raised WireError: rank {rank}: rank 0 died while" in notes
 
 
-def failing_as_on_an_accelerator(sparse: bool) -> None:
+def failing_as_on_an_accelerator(sparse):
     with as_device(), init(timeout=60):
         table = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)
         wrapped = registered(table)

@@ -11,15 +11,14 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 PLACES = (("before",), ("inside",), ("behind",), ("before", "inside", "behind"))
 KEPT = ("all", "reentrant", "not reentrant")  # how a block keeps what its backward needs
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "none": {},
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
@@ -54,7 +53,7 @@ class Cell(NamedTuple):
     steps: str
 
     @property
-    def is_taken(self) -> bool:
+    def is_taken(self):
         """Whether plain DistributedDataParallel takes it (torch 2.13); the others it refuses.
 
         With static_graph and find_unused_parameters all outputs are one node of the graph, which
@@ -73,7 +72,7 @@ class Cell(NamedTuple):
 class Tower(nn.Module):
     """Tables before, inside and behind a block; their modules are called, or their weights read."""
 
-    def __init__(self, places: tuple[str, ...], kept: str, sparse: bool, calls: bool) -> None:
+    def __init__(self, places, kept, sparse, calls):
         super().__init__()
         self.kept = kept
         self.calls = calls
@@ -82,7 +81,7 @@ class Tower(nn.Module):
         self.last = nn.Linear(4, 2)
         self.unused = ""  # the place of a table that a batch does not use
 
-    def looked_up(self, place: str, words: Tensor, hidden: Tensor) -> Tensor:
+    def looked_up(self, place, words, hidden):
         if place not in self.tables or place == self.unused:
             return hidden
         table = self.tables[place]
@@ -90,10 +89,10 @@ class Tower(nn.Module):
             return hidden * table(words)
         return hidden * F.embedding(words, table.weight, sparse=table.sparse)
 
-    def block(self, hidden: Tensor, words: Tensor) -> Tensor:
+    def block(self, hidden, words):
         return self.looked_up("inside", words, self.first(hidden))
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words):
         # a reentrant block needs an input that has a gradient
         hidden = torch.ones(len(words), 4, requires_grad=True)
         hidden = self.looked_up("before", words, hidden)
@@ -106,7 +105,7 @@ class Tower(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell):
         super().__init__()
         sparse = cell.steps != "join"  # in which torch makes dense zeros of all gradients
         towers = 1 if cell.towers == "one" else 2
@@ -118,15 +117,15 @@ class Model(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
 
-    def forward(self, words: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, words):
         return tuple(tower(words + number) for number, tower in enumerate(self.towers))
 
 
-def words(step: int, rank: int) -> Tensor:
+def words(step, rank):
     return torch.randint(15, (3,), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def backward(model: nn.Module, batch: Tensor, cell: Cell, factor: int = 1) -> None:
+def backward(model, batch, cell, factor=1):
     losses = [output.pow(2).sum() * factor for output in model(batch)]
     if cell.towers == "two in turn":
         for loss in losses:
@@ -135,13 +134,13 @@ def backward(model: nn.Module, batch: Tensor, cell: Cell, factor: int = 1) -> No
         sum(losses).backward()
 
 
-def check_equal(found: nn.Module, wanted: nn.Module) -> None:
+def check_equal(found, wanted):
     for (name, mine), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
         gradient = torch.zeros_like(other) if other.grad is None else other.grad.to_dense()
         assert torch.equal(mine.grad.to_dense(), gradient), name
 
 
-def check(cell: Cell) -> None:
+def check(cell):
     """Two steps, of which the first makes the buckets and the second has them for good."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = Model(cell)
@@ -175,7 +174,7 @@ def check(cell: Cell) -> None:
         check_equal(model, alone)
 
 
-def all_cells() -> list[Cell]:
+def all_cells():
     """With tables in every place any three of the other four axes meet; one place has fewer cells.
 
     Where a table is has to do with the block that it is in or not.
@@ -192,7 +191,7 @@ def all_cells() -> list[Cell]:
     return [cell for cell in cells if cell.is_taken]
 
 
-def try_cells(cells: list[Cell]) -> None:
+def try_cells(cells):
     with init(timeout=60):
         for cell in cells:
             with in_case(*cell):
@@ -200,7 +199,7 @@ def try_cells(cells: list[Cell]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(size: int) -> None:
+def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(size):
     """A quarter of the cells is tried on three ranks, and the others on two."""
     cells = all_cells()
     of_three = cells[::4]
@@ -209,20 +208,18 @@ def test_what_plain_ddp_takes_has_the_gradients_of_one_rank(size: int) -> None:
     launch(size, try_cells, [cells if size == 2 else of_three], timeout=300, env=ONE_THREAD)
 
 
-def leave_unused(model: Model, place: str) -> None:
+def leave_unused(model, place):
     for tower in model.towers:
         tower.unused = place
 
 
-def register_by_hand(wrapped: DistributedDataParallel) -> None:
+def register_by_hand(wrapped):
     """As a trainer does that takes a hook."""
     wrapped.register_comm_hook(ddp.State(), ddp.hook)
     ddp.keep_tables_used(wrapped)
 
 
-def try_unused(
-    register: Callable[[DistributedDataParallel], object], some_options: Sequence[str]
-) -> None:
+def try_unused(register, some_options):
     """On one rank, on the other, on both, in turn; what plain DistributedDataParallel cannot."""
     places = PLACES[-1]
     with init(timeout=60):
@@ -252,16 +249,14 @@ def try_unused(
     ("register", "options"),
     [(ddp.register, [*OPTIONS]), (register_by_hand, ["none", "static unused"])],
 )
-def test_tables_around_blocks_may_be_unused(
-    register: Callable[..., object], options: Sequence[str]
-) -> None:
+def test_tables_around_blocks_may_be_unused(register, options):
     launch(2, try_unused, [register, options], timeout=300, env=ONE_THREAD)
 
 
 class Choice(nn.Module):
     """What a forward does is for the caller to say; it may leave tables unused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(20, 4, sparse=True) for _ in range(3))
         self.line = nn.Linear(4, 4)
@@ -271,43 +266,43 @@ class Choice(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
 
-    def forward(self, act: Callable[..., Any], *args: object) -> Any:
+    def forward(self, act, *args):
         return act(self, *args)
 
 
-def in_block(model: Choice, batch: Tensor) -> Tensor:
-    def block(hidden: Tensor) -> Tensor:
+def in_block(model, batch):
+    def block(hidden):
         return hidden * F.embedding(batch, model.tables[0].weight, sparse=True)
 
     return checkpoint(block, torch.ones(3, 4, requires_grad=True), use_reentrant=True)
 
 
-def lines(model: Choice) -> Tensor:
+def lines(model):
     return model.other_line(model.line(torch.ones(3, 4)))
 
 
-def outside(model: Choice, batch: Tensor) -> Tensor:
+def outside(model, batch):
     return lines(model) * model.tables[1](batch)
 
 
-def block_first(model: nn.Module, batch: Tensor, factor: int) -> None:
+def block_first(model, batch, factor):
     output = model(in_block, batch) + model(outside, batch)
     (output.sum() * factor).backward()
 
 
-def block_last(model: nn.Module, batch: Tensor, factor: int) -> None:
+def block_last(model, batch, factor):
     other = model(outside, batch)
     ((model(in_block, batch) + other).sum() * factor).backward()
 
 
-def block_on_some_ranks(model: nn.Module, batch: Tensor, factor: int) -> None:
+def block_on_some_ranks(model, batch, factor):
     other = model(outside, batch)
     if batch.sum() % 2:
         other = model(in_block, batch) + other
     (other.sum() * factor).backward()
 
 
-def a_backward_for_each_forward(model: nn.Module, batch: Tensor, factor: int) -> None:
+def a_backward_for_each_forward(model, batch, factor):
     """Each has parameters of its own."""
     block = model(lambda it: it.line(in_block(it, batch)))
     other = model(lambda it: it.other_line(it.tables[1](batch)))
@@ -315,16 +310,16 @@ def a_backward_for_each_forward(model: nn.Module, batch: Tensor, factor: int) ->
     (other.sum() * factor).backward()
 
 
-def a_backward_for_a_block_alone(model: nn.Module, batch: Tensor, factor: int) -> None:
+def a_backward_for_a_block_alone(model, batch, factor):
     block, other = model(lambda it: (in_block(it, batch), outside(it, batch)))
     (other.sum() * factor).backward()
     (block.sum() * factor).backward()
 
 
-def an_output_without_a_backward(model: nn.Module, batch: Tensor, factor: int) -> None:
+def an_output_without_a_backward(model, batch, factor):
     """It begins behind two blocks, which the other output has come to."""
 
-    def forward(it: Choice) -> tuple[Tensor, Tensor]:
+    def forward(it):
         hidden = outside(it, batch)
         for _ in range(2):
             hidden = checkpoint(torch.neg, hidden, use_reentrant=True)
@@ -334,8 +329,8 @@ def an_output_without_a_backward(model: nn.Module, batch: Tensor, factor: int) -
     (output.sum() * factor).backward()
 
 
-def a_lookup_without_gradients(model: nn.Module, batch: Tensor, factor: int) -> None:
-    def forward(it: Choice) -> Tensor:
+def a_lookup_without_gradients(model, batch, factor):
+    def forward(it):
         with torch.no_grad():
             scale = it.tables[0](batch)
         return scale * outside(it, batch)
@@ -343,7 +338,7 @@ def a_lookup_without_gradients(model: nn.Module, batch: Tensor, factor: int) -> 
     (model(forward).sum() * factor).backward()
 
 
-def gradients_of_the_output_before(model: nn.Module, batch: Tensor, factor: int) -> None:
+def gradients_of_the_output_before(model, batch, factor):
     """`torch.autograd.grad` is no step."""
     scale = torch.ones(4, requires_grad=True)
     output = model(lambda it: scale * outside(it, batch)).pow(2)
@@ -351,7 +346,7 @@ def gradients_of_the_output_before(model: nn.Module, batch: Tensor, factor: int)
     ((output.sum() + gradient.sum()) * factor).backward()
 
 
-def a_backward_around_before(model: nn.Module, batch: Tensor, factor: int) -> None:
+def a_backward_around_before(model, batch, factor):
     """It comes to an output that is not the model's own, and to no parameter."""
     given = torch.ones(3, 4, requires_grad=True) * 2
     same, output = model(lambda it: (given, given * outside(it, batch)))
@@ -359,11 +354,11 @@ def a_backward_around_before(model: nn.Module, batch: Tensor, factor: int) -> No
     (output.sum() * factor).backward()
 
 
-def kept_and_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
+def kept_and_changed(model, batch, factor):
     """The caller changes an output in place, which others still have."""
-    kept: list[Tensor] = []
+    kept = []
 
-    def forward(it: Choice) -> Tensor:
+    def forward(it):
         kept.append(outside(it, batch))
         return kept[0]
 
@@ -371,10 +366,10 @@ def kept_and_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
     (kept[0].pow(2).sum() * factor).backward()
 
 
-def a_view_is_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
-    kept: list[Tensor] = []
+def a_view_is_changed(model, batch, factor):
+    kept = []
 
-    def forward(it: Choice) -> Tensor:
+    def forward(it):
         kept.append(outside(it, batch))
         return kept[0][0]
 
@@ -383,8 +378,8 @@ def a_view_is_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
     ((output.sum() + kept[0].pow(2).sum()) * factor).backward()
 
 
-def a_view_is_changed_and_its_base_used(model: nn.Module, batch: Tensor, factor: int) -> None:
-    def forward(it: Choice) -> tuple[Tensor, Tensor]:
+def a_view_is_changed_and_its_base_used(model, batch, factor):
+    def forward(it):
         output = outside(it, batch)
         return output, output[0]
 
@@ -393,10 +388,10 @@ def a_view_is_changed_and_its_base_used(model: nn.Module, batch: Tensor, factor:
     (output.pow(2).sum() * factor).backward()
 
 
-def the_base_of_views_is_changed(model: nn.Module, batch: Tensor, factor: int) -> None:
-    kept: list[Tensor] = []
+def the_base_of_views_is_changed(model, batch, factor):
+    kept = []
 
-    def forward(it: Choice) -> Tensor:
+    def forward(it):
         kept.append(outside(it, batch))
         return kept[0].view(-1)
 
@@ -422,7 +417,7 @@ STEPS_OF_CHOICE = (
 )
 
 
-def try_choices() -> None:
+def try_choices():
     """None of these uses all tables."""
     with init(timeout=60):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -442,23 +437,23 @@ def try_choices() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_backward_need_not_begin_at_one_output_of_one_forward(size: int) -> None:
+def test_a_backward_need_not_begin_at_one_output_of_one_forward(size):
     launch(size, try_choices, timeout=patient(100.0), env=ONE_THREAD)
 
 
 class Block(nn.Module):
     """All that it has is inside of a reentrant block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(20, 4, sparse=True)
         self.line = nn.Linear(4, 4)
         self.gives_up = False
 
-    def inside(self, hidden: Tensor, words: Tensor) -> Tensor:
+    def inside(self, hidden, words):
         return self.line(hidden) * self.table(words)
 
-    def forward(self, hidden: Tensor, words: Tensor) -> Tensor:
+    def forward(self, hidden, words):
         output = checkpoint(self.inside, hidden, words, use_reentrant=True)
         return GiveUp.apply(output) if self.gives_up else output
 
@@ -467,27 +462,27 @@ class GiveUp(torch.autograd.Function):
     """Its backward fails."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx, tensor):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         raise LookupError("given up")
 
 
-def block() -> tuple[DistributedDataParallel, ddp.State]:
+def block():
     wrapped = DistributedDataParallel(Block())
     return wrapped, ddp.register(wrapped)
 
 
-def errors_in_blocks() -> None:
+def errors_in_blocks():
     with init(timeout=60):
         (first, _), (second, state) = block(), block()
         batch = words(0, dist.get_rank())
 
-        inputs: list[Tensor] = []
+        inputs = []
 
-        def step() -> None:
+        def step():
             hidden = torch.ones(3, 4, requires_grad=True)
             inputs.append(hidden)
             second(first(hidden, batch), batch).sum().backward()
@@ -513,7 +508,7 @@ def errors_in_blocks() -> None:
             assert torch.equal(gradient, total / 2) and gradient.any()
 
 
-def errors_with_an_unused_table() -> None:
+def errors_with_an_unused_table():
     with init(timeout=60):
         wrapped = DistributedDataParallel(Choice())
         state = ddp.register(wrapped)
@@ -531,19 +526,19 @@ def errors_with_an_unused_table() -> None:
         assert wrapped.module.tables[0].weight.grad._nnz() == 0
 
 
-def test_an_error_is_raised_where_a_table_is_unused_and_the_next_step_works() -> None:
+def test_an_error_is_raised_where_a_table_is_unused_and_the_next_step_works():
     launch(2, errors_with_an_unused_table, timeout=patient(60.0), env=ONE_THREAD)
 
 
-def test_an_error_inside_of_a_block_is_raised_at_the_end_of_the_outermost_backward() -> None:
+def test_an_error_inside_of_a_block_is_raised_at_the_end_of_the_outermost_backward():
     launch(2, errors_in_blocks, timeout=patient(60.0), env=ONE_THREAD)
 
 
-def left_alone(sparsified: bool) -> tuple[bool, int]:
+def left_alone(sparsified):
     """Train until the other rank has left; whether the model is still there, and shared memory."""
-    models: list[weakref.ref[nn.Module]] = []
+    models = []
 
-    def train() -> None:
+    def train():
         model = nn.Linear(300, 300)
         models.append(weakref.ref(model))
         wrapped = DistributedDataParallel(model)
@@ -569,7 +564,7 @@ def left_alone(sparsified: bool) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("sparsified", [False, True], ids=["register", "topk"])
-def test_a_lost_backward_keeps_neither_the_model_nor_memory(sparsified: bool) -> None:
+def test_a_lost_backward_keeps_neither_the_model_nor_memory(sparsified):
     assert (
         launch(2, left_alone, [sparsified], timeout=patient(60.0), env=ONE_THREAD)
         == [(False, 0)] * 2

@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -29,7 +28,7 @@ ONE_BY_ONE = 1e-6  # MB of a bucket: each parameter has its own
 class Towers(nn.Module):
     """A table and a dense layer, in an order that is the batch's, and a branch that is, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
         self.dense = nn.Linear(WIDTH, WIDTH)
@@ -40,7 +39,7 @@ class Towers(nn.Module):
             for parameter in self.parameters():
                 parameter.normal_(generator=generator)
 
-    def forward(self, words: Tensor, table_first: bool, branches: bool) -> Tensor:
+    def forward(self, words, table_first, branches):
         ones = torch.ones(WIDTH)
         if table_first:
             rows = self.table(words)
@@ -50,18 +49,17 @@ class Towers(nn.Module):
             rows = self.table(words)
         if branches:
             factors = factors + self.branch(ones)
-        loss: Tensor = self.last(rows * factors).pow(2).sum()
-        return loss
+        return self.last(rows * factors).pow(2).sum()
 
 
-def batch_of(rank: int, step: int, *, may_branch: bool) -> tuple[Tensor, bool, bool]:
+def batch_of(rank, step, *, may_branch):
     """A rank's words, and what its forward does."""
     words = torch.tensor([1 + rank, 3, (3 * rank + step) % ROWS])
     table_first = (rank + step) % 2 == 0
     return words, table_first, rank == step % 3 or not may_branch
 
 
-def check_gradients(found: Any, whole: Towers, size: int, step: int, *, may_branch: bool) -> None:
+def check_gradients(found, whole, size, step, *, may_branch):
     """Check gradients, of which this rank has some rows, against those of all batches here."""
     whole.zero_grad()
     for rank in range(size):
@@ -77,13 +75,13 @@ def check_gradients(found: Any, whole: Towers, size: int, step: int, *, may_bran
         torch.testing.assert_close(given.to_dense(), expected)
 
 
-def models(group: object = None) -> tuple[Towers, Towers]:
+def models(group=None):
     """A model whose table is cut, and the same as it was."""
     whole = Towers()
     return weft.nn.shard_embeddings(copy.deepcopy(whole), min_rows=ROWS, group=group), whole
 
 
-def check_training(size: int, *, may_branch: bool) -> None:
+def check_training(size, *, may_branch):
     cut, whole = models()
     trained = DistributedDataParallel(
         cut, find_unused_parameters=may_branch, bucket_cap_mb=ONE_BY_ONE
@@ -103,7 +101,7 @@ def test_a_rank_may_come_to_its_table_in_another_order(group, backend, may_branc
         check_training(group.size, may_branch=may_branch)
 
 
-def losing_its_last_rank(where: str) -> None:
+def losing_its_last_rank(where):
     """The last rank dies in backward, before its table or behind it; the others raise that."""
     with weft.init(timeout=60) as group:
         cut, _ = models()
@@ -112,7 +110,7 @@ def losing_its_last_rank(where: str) -> None:
         trained(*batch_of(0, 0, may_branch=False)).backward()
         if group.rank == group.size - 1:
             dies = cut.table if where == "the table" else cut.dense
-            hooked: Any = dies
+            hooked = dies
             hooked.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(weft.WireError) as caught:
             # whose backward begins with what its forward came to last

@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,7 +35,7 @@ class Record:
 class Own:
     """Of a class that is registered with torch's pytree."""
 
-    def __init__(self, one: Tensor) -> None:
+    def __init__(self, one):
         self.one = one
 
 
@@ -46,12 +45,12 @@ register_pytree_node(Own, lambda own: ([own.one], None), lambda parts, _: Own(*p
 class Echo(nn.Module):
     """Looks its input up in one of two tables, and wraps the result as it is told."""
 
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+    def __init__(self, wrap):
         super().__init__()
         self.used, self.unused = (nn.Embedding(9, 2, sparse=True) for _ in range(2))
         self.wrap = wrap
 
-    def forward(self, index: Tensor) -> Any:
+    def forward(self, index):
         return self.wrap(self.used(index))
 
 
@@ -68,9 +67,7 @@ class Echo(nn.Module):
         (lambda x: [Own(x), object()], lambda x: x[0].one),
     ],
 )
-def test_a_backward_of_outputs_of_any_form_comes_to_all_tables(
-    wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
-) -> None:
+def test_a_backward_of_outputs_of_any_form_comes_to_all_tables(wrap, unwrap):
     model = Echo(wrap)
     ddp.keep_tables_used(model)
     index = torch.tensor([4, 4])
@@ -82,9 +79,9 @@ def test_a_backward_of_outputs_of_any_form_comes_to_all_tables(
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 2 * x)])
-def test_a_table_that_is_looked_up_in_vain_takes_part(wrap: Callable[[Tensor], Any]) -> None:
+def test_a_table_that_is_looked_up_in_vain_takes_part(wrap):
     class InVain(Echo):
-        def forward(self, index: Tensor) -> Any:
+        def forward(self, index):
             self.unused(index)
             return super().forward(index)
 
@@ -96,12 +93,12 @@ def test_a_table_that_is_looked_up_in_vain_takes_part(wrap: Callable[[Tensor], A
     assert model.unused.weight.grad._nnz() == 0
 
 
-def test_an_output_does_not_reach_what_another_reaches() -> None:
+def test_an_output_does_not_reach_what_another_reaches():
     """So backward may be called for each, and each table is ready once."""
     model = nn.ModuleDict({name: nn.Embedding(9, 2, sparse=True) for name in "ab"})
     model.forward = lambda index: (model["a"](index), model["b"](index))
     ddp.keep_tables_used(model)
-    ready: list[str] = []
+    ready = []
     accumulators = []  # DistributedDataParallel keeps them, too
     for name, table in model.items():
         accumulator = table.weight.view_as(table.weight).grad_fn.next_functions[0][0]
@@ -114,10 +111,10 @@ def test_an_output_does_not_reach_what_another_reaches() -> None:
     assert ready == ["a", "b"]
 
 
-def test_outputs_stay_as_they_are() -> None:
+def test_outputs_stay_as_they_are():
     outputs = []
 
-    def remember(x: Tensor) -> list[Tensor]:
+    def remember(x):
         outputs.append([x, x[0]])
         return outputs[0]
 
@@ -133,21 +130,21 @@ class Held:
 
 class Holds(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, held: Held) -> Tensor:
+    def forward(ctx, tensor, held):
         ctx.held = held
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, gradient):
         return gradient, None
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: x + 1, lambda x: (x[0], x)])
-def test_a_graph_lives_no_longer_than_its_outputs(wrap: Callable[[Tensor], Any]) -> None:
+def test_a_graph_lives_no_longer_than_its_outputs(wrap):
     """With a backward or without; no cycle waits for the garbage collector."""
-    held: list[weakref.ref[Held]] = []
+    held = []
 
-    def hold(x: Tensor) -> Any:
+    def hold(x):
         each = Held()
         held.append(weakref.ref(each))
         return wrap(Holds.apply(x, each))
@@ -164,7 +161,7 @@ def test_a_graph_lives_no_longer_than_its_outputs(wrap: Callable[[Tensor], Any])
         gc.enable()
 
 
-def test_outputs_may_be_leaves() -> None:
+def test_outputs_may_be_leaves():
     """A parameter, which outlives the step, gets no hook."""
     model = Echo(lambda x: (torch.zeros(2, requires_grad=True), model.scale, model.scale[0]))
     model.scale = nn.Parameter(torch.ones(2))
@@ -175,7 +172,7 @@ def test_outputs_may_be_leaves() -> None:
     assert [table.weight.grad._nnz() for table in (model.used, model.unused)] == [0, 0]
 
 
-def test_a_leaf_that_is_an_output_of_each_step_has_one_hook() -> None:
+def test_a_leaf_that_is_an_output_of_each_step_has_one_hook():
     prompt = torch.zeros(2, requires_grad=True)
     model = Echo(lambda x: prompt)
     ddp.keep_tables_used(model)
@@ -184,14 +181,14 @@ def test_a_leaf_that_is_an_output_of_each_step_has_one_hook() -> None:
     assert len(prompt._backward_hooks) == 1
 
 
-def test_a_leaf_may_be_the_only_output() -> None:
+def test_a_leaf_may_be_the_only_output():
     model = Echo(lambda x: torch.zeros(2, requires_grad=True))
     ddp.keep_tables_used(model)
     model(torch.tensor([4])).sum().backward()
     assert [table.weight.grad._nnz() for table in (model.used, model.unused)] == [0, 0]
 
 
-def test_an_output_that_is_held_for_long_is_not_waited_for() -> None:
+def test_an_output_that_is_held_for_long_is_not_waited_for():
     model = nn.ModuleDict({name: nn.Embedding(9, 2, sparse=True) for name in "ab"})
     model.forward = lambda name: model[name](torch.tensor([4]))
     ddp.keep_tables_used(model)
@@ -202,7 +199,7 @@ def test_an_output_that_is_held_for_long_is_not_waited_for() -> None:
     assert held.requires_grad
 
 
-def test_gradients_that_are_asked_for_are_no_step() -> None:
+def test_gradients_that_are_asked_for_are_no_step():
     model = Echo(lambda x: x)
     ddp.keep_tables_used(model)
     output = model(torch.tensor([4])).sum()
@@ -213,7 +210,7 @@ def test_gradients_that_are_asked_for_are_no_step() -> None:
     assert model.unused.weight.grad._nnz() == 0
 
 
-def test_a_table_may_be_frozen_between_forward_and_backward() -> None:
+def test_a_table_may_be_frozen_between_forward_and_backward():
     model = Echo(lambda x: x)
     ddp.keep_tables_used(model)
     output = model(torch.tensor([4])).sum()
@@ -221,7 +218,7 @@ def test_a_table_may_be_frozen_between_forward_and_backward() -> None:
     output.backward()
 
 
-def test_a_table_that_is_used_costs_no_copy() -> None:
+def test_a_table_that_is_used_costs_no_copy():
     model = Echo(lambda x: x)
     ddp.keep_tables_used(model)
     output, arrived = model(torch.tensor([4, 5])), []
@@ -230,10 +227,10 @@ def test_a_table_that_is_used_costs_no_copy() -> None:
     assert [model.used.weight.grad._values().data_ptr()] == arrived
 
 
-def test_without_gradients_an_output_is_left_alone() -> None:
+def test_without_gradients_an_output_is_left_alone():
     outputs = []
 
-    def remember(x: Tensor) -> Tensor:
+    def remember(x):
         outputs.append(x)
         return x
 
@@ -247,7 +244,7 @@ def test_without_gradients_an_output_is_left_alone() -> None:
     assert model.unused.weight.grad is None
 
 
-def test_a_hooked_model_can_be_copied_and_pickled() -> None:
+def test_a_hooked_model_can_be_copied_and_pickled():
     model = nn.Sequential(nn.EmbeddingBag(9, 2, sparse=True), nn.Linear(2, 1))
     ddp.keep_tables_used(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -256,7 +253,7 @@ def test_a_hooked_model_can_be_copied_and_pickled() -> None:
         assert model[0].weight.grad is None
 
 
-def test_a_copy_of_a_state_knows_nothing_of_the_steps_of_a_model() -> None:
+def test_a_copy_of_a_state_knows_nothing_of_the_steps_of_a_model():
     state = ddp.State()
     state.is_checked = True
     state.unlike = "a gradient is dense"
@@ -264,14 +261,14 @@ def test_a_copy_of_a_state_knows_nothing_of_the_steps_of_a_model() -> None:
         assert not twin.is_checked and twin.unlike is None
 
 
-def test_a_hook_that_is_removed_does_nothing() -> None:
+def test_a_hook_that_is_removed_does_nothing():
     model = Echo(lambda x: x)
     ddp.keep_tables_used(model).remove()
     model(torch.tensor([4])).sum().backward()
     assert model.unused.weight.grad is None
 
 
-def test_torch_compile_sees_one_graph() -> None:
+def test_torch_compile_sees_one_graph():
     model = Echo(lambda x: x + 1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     ddp.keep_tables_used(compiled)

@@ -8,9 +8,6 @@ import functools
 import io
 import math
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,62 +21,61 @@ from weft.base.errors import WeftError, WireError
 from weft.ddp import TopK, sparsify, topk_hook
 from weft.ddp import largest as largest_of
 from weft.ddp.largest import largest_entries
-from weft.group.group import Group
 from weft.testing import run, spmd
 
-OPTIONS: tuple[dict[str, Any], ...] = (
+OPTIONS = (
     {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
     {"static_graph": True},
     {"find_unused_parameters": True},
 )
 
 
-def everywhere(group: Group, tensor: Tensor) -> list[Tensor]:
+def everywhere(group, tensor):
     """A tensor of each rank."""
     return list(weft.all_to_all([tensor] * group.size, group=group))
 
 
-def drawn(group: Group, step: int, *shape: int) -> Tensor:
+def drawn(group, step, *shape):
     """Numbers of this rank, a few of them large."""
     generator = torch.Generator().manual_seed(100 * step + group.rank)
     return torch.randn(shape, generator=generator) ** 3
 
 
-def trained(body: Callable[..., None]) -> Callable[..., None]:
+def trained(body):
     """In a default group, which DistributedDataParallel wants, and weft over it."""
 
     @functools.wraps(body)
-    def inside(group: Group, tmp_path: Path, **given: Any) -> None:
+    def inside(group, tmp_path, **given):
         with in_default_group(group, tmp_path), weft.init(timeout=60):
             body(group, tmp_path, **given)
 
     return inside
 
 
-def model_of(sparse: bool = False) -> nn.Module:
+def model_of(sparse=False):
     torch.manual_seed(5)
     table = nn.EmbeddingBag(40, 20, sparse=sparse, mode="sum")
     return nn.Sequential(table, nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
 
 
-def wrapped(model: nn.Module, state: TopK | None, **options: Any) -> DistributedDataParallel:
+def wrapped(model, state, **options):
     made = DistributedDataParallel(copy.deepcopy(model), **options)
     if state is not None:
         made.register_comm_hook(state, topk_hook)
     return made
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
+def loss_of(model, step):
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    out: Tensor = model(torch.randint(0, 40, (6, 3), generator=generator))
+    out = model(torch.randint(0, 40, (6, 3), generator=generator))
     return out.pow(2).mean()
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
+def gradients(model):
     return [each.grad.to_dense().clone() for each in model.parameters()]
 
 
-def losses(model: nn.Module, steps: range) -> list[float]:
+def losses(model, steps):
     """Of some steps of plain SGD."""
     found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
@@ -91,7 +87,7 @@ def losses(model: nn.Module, steps: range) -> list[float]:
     return found
 
 
-NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+NUMBERS = {
     "normal": lambda size: size,
     "rows": lambda size: size * (torch.arange(300)[:, None] % 7 == 3),
     "zeros": torch.zeros_like,
@@ -105,9 +101,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("aims", [largest_of.AIMS, (0.1, 0.5)])
 @pytest.mark.parametrize("count", [1, 7, 300, 30_000])
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_the_largest_are_found(
-    kind: str, count: int, aims: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_are_found(kind, count, aims, monkeypatch):
     """Also where a sample misleads: in rows of one scale each, with ties, with mostly zeros."""
     monkeypatch.setattr(largest_of, "AIMS", aims)
     size = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)).abs()
@@ -119,9 +113,7 @@ def test_the_largest_are_found(
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"error_feedback": False}])
 @spmd(1, 3, on=("threads",))
-def test_what_is_not_sent_is_kept(
-    group: Group, settings: dict[str, Any], wire_dtype: torch.dtype | None
-) -> None:
+def test_what_is_not_sent_is_kept(group, settings, wire_dtype):
     """The means of all steps, and that of what is left: together the mean of all that was given."""
     state = TopK(0.05, min_numel=100, wire_dtype=wire_dtype, group=group, **settings)
     shapes = {"wide": (40, 50), "narrow": (99,), "last": (7, 70)}
@@ -149,7 +141,7 @@ def test_what_is_not_sent_is_kept(
 
 
 @spmd(4, on=("threads", "device", "processes"))
-def test_the_largest_of_each_rank_are_averaged(group: Group) -> None:
+def test_the_largest_of_each_rank_are_averaged(group):
     tensors = [drawn(group, 1, 1000), drawn(group, 2, 30, 30).t(), drawn(group, 3, 64).bfloat16()]
     before = [each.clone() for each in tensors]
     weft.sync_sparsified(tensors, TopK(0.02, min_numel=50, group=group))
@@ -162,7 +154,7 @@ def test_the_largest_of_each_rank_are_averaged(group: Group) -> None:
 
 
 @spmd(2, on=("threads",))
-def test_numbers_that_are_none_are_sent_and_not_kept(group: Group) -> None:
+def test_numbers_that_are_none_are_sent_and_not_kept(group):
     """However many: the next step is as if they had not been."""
     state = TopK(0.01, min_numel=1, group=group)
     bad = torch.ones(1000)
@@ -181,13 +173,13 @@ def test_numbers_that_are_none_are_sent_and_not_kept(group: Group) -> None:
     assert not nothing.any() and zeros.calls[-1].rows == 0
 
 
-def whole_numbers(group: Group, step: int, *shape: int) -> Tensor:
+def whole_numbers(group, step, *shape):
     """Gradients whose means are exact in float32, with many of the same magnitude."""
     generator = torch.Generator().manual_seed(100 * step + group.rank)
     return torch.randint(-6, 7, shape, generator=generator).float() * group.size
 
 
-def distance(group: Group, density: float, feedback: bool = True) -> float:
+def distance(group, density, feedback=True):
     """How far from the best weights a training ends in which each rank pulls to its own."""
     wanted = drawn(group, 0, 400)
     best = torch.stack(everywhere(group, wanted)).mean(0)
@@ -201,14 +193,14 @@ def distance(group: Group, density: float, feedback: bool = True) -> float:
 
 
 @spmd(4, on=("threads",))
-def test_training_needs_what_was_not_sent(group: Group) -> None:
+def test_training_needs_what_was_not_sent(group):
     """The largest entries of a rank stay large: without feedback it never sends the others."""
     assert distance(group, 1.0) < 1e-3
     assert distance(group, 0.1) < 0.05
     assert distance(group, 0.1, feedback=False) > 0.3
 
 
-def refused(group: Group, text: str, *given: Any) -> None:
+def refused(group, text, *given):
     """`sync_sparsified` raises the same on every rank, and changes nothing."""
     with pytest.raises(WeftError, match=text) as caught:
         weft.sync_sparsified(*given)
@@ -217,9 +209,9 @@ def refused(group: Group, text: str, *given: Any) -> None:
 
 
 @spmd(3, on=("threads",))
-def test_who_is_wrong_is_named_on_every_rank(group: Group) -> None:
+def test_who_is_wrong_is_named_on_every_rank(group):
     me, good = group.rank == 1, {"min_numel": 1, "group": group}
-    settings: dict[str, dict[str, Any]] = {
+    settings = {
         r"^rank 1: density is 0: pass the share": {"density": 0},
         r"differ in density: .*rank 1 has 0.5": {"density": 0.5},
         r"^rank 1: density is 2: pass the share": {"density": 2},
@@ -262,10 +254,10 @@ def test_who_is_wrong_is_named_on_every_rank(group: Group) -> None:
 MARKED = 77.0  # the first number of a tensor of which a rank cannot pick what it sends
 
 
-def troubled_by_marks(works: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def troubled_by_marks(works):
     """A function of numbers that has no memory for those that are marked."""
 
-    def inside(*given: Any) -> Tensor:
+    def inside(*given):
         if any(isinstance(each, Tensor) and each[0] == MARKED for each in given):
             raise MemoryError("no memory")
         return works(*given)
@@ -275,9 +267,7 @@ def troubled_by_marks(works: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("numel", [90, 9])  # of a tensor that is sent in part, and of a whole one
 @spmd(1, 3, on=("threads",))
-def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
-    group: Group, numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(group, numel, monkeypatch):
     """Also where the entries of other tensors were picked before."""
     for name in ("entries_to_send", "_whole_of"):
         monkeypatch.setattr(sparsify, name, troubled_by_marks(getattr(sparsify, name)))
@@ -307,28 +297,26 @@ def test_trouble_of_one_rank_is_raised_on_all_and_nothing_is_lost(
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_raised_can_be_repeated(
-    ranks: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_raised_can_be_repeated(ranks, kind, monkeypatch):
     """Nothing is kept of it, whatever was raised: on a new group it counts once."""
-    failing: set[int] = set()
+    failing = set()
     has_begun = threading.Barrier(ranks)  # no rank's first step sees the trouble of the second
     works = sparsify.reduce_dense
 
-    def troubled(group: Group, *given: Any) -> Any:
+    def troubled(group, *given):
         if group.rank in failing:
             raise kind("trouble")
         return works(group, *given)
 
-    def tensors_of(group: Group, number: int) -> list[Tensor]:
+    def tensors_of(group, number):
         """Of step 0 or 1, which has two that are new; those of 9 numbers are sent whole."""
         sizes = [(90, 9), (90, 9, 90, 9)][number]
         return [whole_numbers(group, 4 * number + n, size) for n, size in enumerate(sizes)]
 
-    def state_of(group: Group) -> TopK:
+    def state_of(group):
         return TopK(0.2, min_numel=20, group=group)
 
-    def interrupted(group: Group) -> dict[str, Tensor]:
+    def interrupted(group):
         state = state_of(group)
         weft.sync_sparsified(tensors_of(group, 0), state)
         before = copy.deepcopy(state.state_dict())
@@ -342,7 +330,7 @@ def test_a_step_that_raised_can_be_repeated(
         torch.testing.assert_close(state.state_dict(), before, rtol=0, atol=0)
         return state.state_dict()
 
-    def repeated(group: Group, kept: list[dict[str, Tensor]]) -> None:
+    def repeated(group, kept):
         state, like = state_of(group), state_of(group)
         state.load_state_dict(kept[group.rank])
         weft.sync_sparsified(tensors_of(group, 0), like)
@@ -359,7 +347,7 @@ def test_a_step_that_raised_can_be_repeated(
 
 
 @spmd(1, 2, on=("threads",))
-def test_what_was_kept_is_sent_with_a_whole_tensor(group: Group) -> None:
+def test_what_was_kept_is_sent_with_a_whole_tensor(group):
     """A state of another density goes on from what was kept."""
     part, whole = (TopK(density, min_numel=1, group=group) for density in (0.1, 1))
     given, got = torch.zeros(90), torch.zeros(90)
@@ -376,9 +364,7 @@ def test_what_was_kept_is_sent_with_a_whole_tensor(group: Group) -> None:
 @pytest.mark.parametrize("density", [1, 0.1])
 @spmd(1, 2, 4, on=("processes",))
 @trained
-def test_each_parameter_is_sparsified_by_itself(
-    group: Group, tmp_path: Path, density: float
-) -> None:
+def test_each_parameter_is_sparsified_by_itself(group, tmp_path, density):
     """However they are packed, in steps that accumulate, too; a sparse one is not."""
     for options in OPTIONS:
         sparse = "gradient_as_bucket_view" in options
@@ -409,12 +395,12 @@ def test_each_parameter_is_sparsified_by_itself(
 class Branches(nn.Module):
     """Of two linear layers, the second of which a forward may leave out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk = nn.Linear(8, 8, bias=False)
         self.branch = nn.Linear(8, 8, bias=False)
 
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+    def forward(self, x, both):
         return self.trunk(x) + self.branch(x) if both else self.trunk(x)
 
 
@@ -429,9 +415,7 @@ class Branches(nn.Module):
 )
 @spmd(2, on=("processes",))
 @trained
-def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(
-    group: Group, tmp_path: Path, settings: dict[str, Any], is_view: bool
-) -> None:
+def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(group, tmp_path, settings, is_view):
     """DistributedDataParallel throws its mean away; what one rank uses, all ranks get."""
     torch.manual_seed(0)
     state = TopK(**settings)
@@ -451,9 +435,7 @@ def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(
 
 @spmd(2, on=("processes",))
 @trained
-def test_complex_parameters_are_sparsified_as_their_real_numbers(
-    group: Group, tmp_path: Path
-) -> None:
+def test_complex_parameters_are_sparsified_as_their_real_numbers(group, tmp_path):
     torch.manual_seed(1 + group.rank)
     given = torch.randn(3, 4, dtype=torch.complex64)
     plain = nn.Linear(4, 100, bias=False, dtype=torch.complex64)
@@ -470,7 +452,7 @@ def test_complex_parameters_are_sparsified_as_their_real_numbers(
             torch.testing.assert_close(found, same.weight.grad / group.size)
 
 
-def test_no_parameter_gets_the_residual_of_one_that_is_gone() -> None:
+def test_no_parameter_gets_the_residual_of_one_that_is_gone():
     """A layer that is replaced may have the memory, and so the id, of the one before."""
     sparsifier = TopK().sparsifier
     for _ in range(5):
@@ -483,14 +465,14 @@ def test_no_parameter_gets_the_residual_of_one_that_is_gone() -> None:
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_compiled_model_has_the_same_losses(group: Group, tmp_path: Path) -> None:
+def test_a_compiled_model_has_the_same_losses(group, tmp_path):
     """Its graph is cut where buckets end."""
     plain = nn.Sequential(model_of(), nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 4))
     wanted, model = (wrapped(plain, TopK(0.05, min_numel=9), bucket_cap_mb=1.1) for _ in "ab")
     assert losses(torch.compile(model, backend="aot_eager"), range(3)) == losses(wanted, range(3))
 
 
-def copies(it: Any) -> tuple[Any, Any]:
+def copies(it):
     file = io.BytesIO()
     torch.save(it, file)
     file.seek(0)
@@ -499,7 +481,7 @@ def copies(it: Any) -> tuple[Any, Any]:
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_copy_of_a_model_has_its_own_weights(group: Group, tmp_path: Path) -> None:
+def test_a_copy_of_a_model_has_its_own_weights(group, tmp_path):
     """And no hook, as with any of torch's; it can be registered."""
     for sparsified in (False, True):
         model = wrapped(model_of(sparse=True), TopK(0.1) if sparsified else None)
@@ -522,9 +504,9 @@ def test_a_copy_of_a_model_has_its_own_weights(group: Group, tmp_path: Path) -> 
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_job_that_restarts_goes_on_to_the_same_losses(group: Group, tmp_path: Path) -> None:
+def test_a_job_that_restarts_goes_on_to_the_same_losses(group, tmp_path):
     """Also with other buckets than it had."""
-    settings: dict[str, Any] = {"min_numel": 100}
+    settings = {"min_numel": 100}
     state = TopK(0.05, **settings)
     model = wrapped(model_of(), state)
     losses(model, range(3))
@@ -541,9 +523,7 @@ def test_a_job_that_restarts_goes_on_to_the_same_losses(group: Group, tmp_path: 
 
 @spmd(2, on=("processes",))
 @trained
-def test_errors_are_raised_in_backward_and_the_next_step_works(
-    group: Group, tmp_path: Path
-) -> None:
+def test_errors_are_raised_in_backward_and_the_next_step_works(group, tmp_path):
     state = TopK(0.1, min_numel=100)
     state.algorithm = ["gather", "split"][dist.get_rank()]  # of the table
     model = wrapped(model_of(sparse=True), state)
@@ -580,11 +560,9 @@ def test_errors_are_raised_in_backward_and_the_next_step_works(
 
 @spmd(2, on=("processes",))
 @trained
-def test_a_job_that_goes_on_with_a_frozen_block_has_the_residuals_of_the_others(
-    group: Group, tmp_path: Path
-) -> None:
+def test_a_job_that_goes_on_with_a_frozen_block_has_the_residuals_of_the_others(group, tmp_path):
     """Blocks are alike; what is kept of the frozen one waits until it is trained again."""
-    settings: dict[str, Any] = {"density": 0.1, "min_numel": 1}
+    settings = {"density": 0.1, "min_numel": 1}
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     state = TopK(**settings)
