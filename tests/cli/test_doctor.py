@@ -45,11 +45,12 @@ def test_alone_all_is_well(capsys):
     for text in (
         "ok    weft 0.",
         "weft.init of 1 ranks took",
-        "launched by no launcher, rank 0 of 1",
+        "meeting at no place: it is alone",
         "ok    a call waits for other ranks for 300 s, unless weft.init(timeout=)",  # the default
         "in force:\nweft ",
     ):
         assert text in out
+    assert re.search("^launched by +no launcher ", out, re.M)
     assert "WRONG" not in out
 
 

@@ -51,7 +51,7 @@ def doctor(given: Namespace) -> int:
     """
     ahead = look_ahead(given.rendezvous)
     findings = list(look(ahead))
-    if "launch" not in ahead.errors:  # weft.init would raise the same
+    if ahead.error is None:  # else weft.init would raise the same
         findings += network(given.rendezvous)
     wrong = [finding for finding in findings if finding[0] == "WRONG"]
     for level, text in findings if ahead.rank == 0 else wrong:
@@ -70,12 +70,12 @@ def look(ahead: Preview) -> Iterator[Finding]:
     ):
         if find_spec(name) is None:
             yield "note", f"no {name}, for {what}: pip install {package}"
-    if error := ahead.errors.get("interface"):
-        yield "WRONG", f"{error}: unset WEFT_INTERFACE, or name another"
-    elif ahead.address.startswith(("127.", "::1")):
-        yield "note", f"address {ahead.address}, which other hosts cannot reach: set WEFT_INTERFACE"
-    else:
-        yield "ok", f"address {ahead.address} ({ahead.interface})"
+    in_force = weft.config()
+    address = in_force["listens at"]
+    if address.startswith("wrong"):
+        yield "WRONG", f"{address}: unset WEFT_INTERFACE, or name another"
+    elif address.startswith(("127.", "::1")):
+        yield "note", f"address {address}, which other hosts cannot reach: set WEFT_INTERFACE"
     if ahead.shared:
         yield "ok", f"memory: ranks of this host share up to {ahead.shared >> 20} MiB"
     else:
@@ -84,13 +84,12 @@ def look(ahead: Preview) -> Iterator[Finding]:
             "memory: memfd_create is refused, so that long messages within a host take about twice "
             "the time: allow it in the container's seccomp profile, and raise ulimit -v and -f",
         )
-    if error := ahead.errors.get("launch"):
-        yield "WRONG", str(error)
+    if ahead.error is not None:
+        yield "WRONG", str(ahead.error)
     else:
-        yield "ok", f"launched by {ahead.launcher}"
         yield "ok", f"meeting at {ahead.meeting or 'no place: it is alone'}"
     yield "ok", _TIMEOUT
-    yield "ok", f"in force:\n{weft.config()}"
+    yield "ok", f"in force:\n{in_force}"
 
 
 def namesake() -> Finding:
