@@ -40,7 +40,7 @@ from weft import kernels
 from weft.backend import calls
 from weft.base import tensors
 from weft.base.memory import Pool, memory_of
-from weft.failure import messages
+from weft.failure import detector
 from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
@@ -178,8 +178,8 @@ def frames():
 
 def words():
     def read(message):
-        with contextlib.suppress(*messages.UNREADABLE):
-            messages.read(message.numpy().tobytes())
+        with contextlib.suppress(*detector.UNREADABLE):
+            detector.read(message.numpy().tobytes())
 
     said = b'{"verdict": [1, "rank 1 died"]}', b'{"ask": 3}', b"[" * 5000
     call = b'["ranks 2, 0", 7, "barrier"]'

@@ -18,9 +18,8 @@ import pytest
 from weft import WireError
 from weft.base.pace import patient
 from weft.failure import detector, links
-from weft.failure.detector import Detector, Progress
+from weft.failure.detector import Detector, Progress, line_of
 from weft.failure.links import News, SocketLinks
-from weft.failure.messages import line_of
 from weft.failure.verdict import Entered, Verdict
 
 

@@ -1,10 +1,12 @@
-"""`weft.failure.messages`: what one detector says, another reads."""
+"""What one detector says, another reads."""
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
-from weft.failure.messages import UNREADABLE, line_of, read, values_of
+from weft.failure.detector import UNREADABLE, line_of, read
 from weft.failure.verdict import Entered, Place
 
 
@@ -37,8 +39,8 @@ def test_a_place_is_read_as_it_was_sent():
         in_round=True,
         elsewhere="joining group '2'",
     )
-    assert read(line_of({"here": values_of(place), "to": 1})) == {"here": place, "to": 1}
-    assert read(line_of({"bye": values_of(place)})) == {"bye": place}
+    assert read(line_of({"here": astuple(place), "to": 1})) == {"here": place, "to": 1}
+    assert read(line_of({"bye": astuple(place)})) == {"bye": place}
 
 
 @pytest.mark.parametrize(

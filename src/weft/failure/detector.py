@@ -7,6 +7,15 @@ asks all ranks where they are. It blames a rank that does not answer, or that is
 which the others wait for it. The first verdict counts: it goes to all ranks and to the log (a
 launcher may be about to end this process), and ends this rank's waits.
 
+What detectors say to each other is a line of JSON, and one of these. Links are authenticated, and
+all ranks have one version, so what cannot be read is a fault of weft's, and names its sender.
+
+* `verdict`: [culprit, text], once: from whoever settled it, and from each that learns it;
+* `bye`: the values of a `Place`, as the last, where there was no verdict: where this rank leaves;
+* `data`, and the number `of` the exchange: what a rank exchanges, in base64;
+* `ask`: the number of an inquiry, to all, at any time;
+* `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
+
 The detector knows no wire. Who uses it says how waits are ended, and what is known to be wrong
 (`guard`), and asks it to explain what was lost (`explain`).
 
@@ -19,13 +28,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from ..base import watch
 from ..base.errors import WireError, names
@@ -33,7 +43,6 @@ from ..base.latch import Latch, wait_for
 from ..base.pace import patient
 from . import last_error
 from .links import LONGEST, ControlLinks, News
-from .messages import UNREADABLE, Message, line_of, read, values_of
 from .verdict import (
     Entered,
     Place,
@@ -56,6 +65,9 @@ _BUSY = 5.0  # seconds by which asking and judging may take longer: other work m
 _NAMED = 4  # reasons that are printed for one slow wait
 _LISTED = 64  # ranks that are told to be awaited
 _NOTHING_DUE = 3600.0  # seconds that the thread may sleep once there is a verdict
+
+Message = dict[str, Any]
+UNREADABLE = (ValueError, TypeError, RecursionError)  # what `read` raises
 
 _log = logging.getLogger("weft")
 
@@ -428,7 +440,7 @@ class Detector:
             self._closed = True
             goodbye = b""
             if self.verdict is None:
-                goodbye = line_of({"bye": values_of(self._last_place())})
+                goodbye = line_of({"bye": astuple(self._last_place())})
         self.links.close(goodbye)
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
@@ -685,7 +697,7 @@ class Detector:
             self._exchanged[peer, message["of"]] = message["data"]
             self._notify()
         elif "ask" in message:
-            self._send([peer], {"here": values_of(self._place()), "to": message["ask"]})
+            self._send([peer], {"here": astuple(self._place()), "to": message["ask"]})
         elif "here" in message:
             self._on_answer(peer, message["to"], message["here"])
 
@@ -701,6 +713,27 @@ class Detector:
         """Wake up who waits in `_hear`."""
         with self._hearing:
             self._heard.notify_all()
+
+
+def line_of(message: Message) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def read(line: bytes) -> Message:
+    """A message of another rank's detector, without the line's end; `UNREADABLE` if it is none.
+
+    Example:
+        >>> read(b'{"verdict": [1, "rank 1 died"]}')
+        {'verdict': [1, 'rank 1 died']}
+    """
+    message: Message = json.loads(line)
+    for name in ("bye", "here"):
+        if name in message:
+            message[name] = Place.of(message[name])
+    if "data" in message:
+        message["data"] = base64.b64decode(message["data"], validate=True)
+    return message
 
 
 @dataclass(slots=True, eq=False)

@@ -50,7 +50,7 @@ class Reader(Protocol):
 
     def due(self) -> float:
         """When to be called at the latest, by `time.monotonic`. An earlier time than before counts
-        from the next call on, or from the next `wake`. `ControlLinks.start` may ask, too."""
+        from the next call on, or from the next `wake`. `SocketLinks.start` may ask, too."""
 
     def handle(self, news: Sequence[News], late: float) -> None:
         """Take what came.
@@ -64,38 +64,11 @@ class Reader(Protocol):
         """Nobody calls `handle` any more: that, or the links themselves, raised this."""
 
 
-class ControlLinks(Protocol):
-    """The links of one rank to all its peers. Any thread may call what is here."""
-
-    def peers(self) -> list[int]:
-        """The peers whose links have not ended, ascending."""
-
-    def start(self, reader: Reader) -> None:
-        """Begin to call the reader."""
-
-    def send(self, peer: int, data: bytes) -> None:
-        """Send without waiting. Where the link takes only a part, nothing can follow it; where it
-        has ended, or takes nothing, nothing is sent."""
-
-    def wake(self) -> None:
-        """Have the reader called soon."""
-
-    def close(self, goodbye: bytes = b"") -> None:
-        """End the links and the calls of the reader. Twice is fine.
-
-        A collection of garbage may bring a thread here in the middle of anything: even of what the
-        reader does, or waits for. Then the links end when the reader returns.
-
-        Args:
-            goodbye: what all peers are sent before.
-        """
-
-    def abandon(self) -> None:
-        """In a forked child: close this copy of the links, which stay whole in the parent."""
-
-
 class SocketLinks:
-    """Links over sockets, with a thread of their own."""
+    """The links of one rank to all its peers, over sockets, with a thread of their own.
+
+    Any thread may call what is here.
+    """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         """
@@ -115,9 +88,11 @@ class SocketLinks:
             self._selector.register(sock, selectors.EVENT_READ, peer)
 
     def peers(self) -> list[int]:
+        """The peers whose links have not ended, ascending."""
         return sorted(self._sockets)
 
     def start(self, reader: Reader) -> None:
+        """Begin to call the reader."""
         thread = threading.Thread(
             target=self._run, args=[reader], name="weft detector", daemon=True
         )
@@ -125,6 +100,8 @@ class SocketLinks:
         self._thread = thread
 
     def send(self, peer: int, data: bytes) -> None:
+        """Send without waiting. Where the link takes only a part, nothing can follow it; where it
+        has ended, or takes nothing, nothing is sent."""
         with self._lock:
             sock = self._sockets.get(peer)
             try:
@@ -134,10 +111,19 @@ class SocketLinks:
                 return  # the reading side will tell
 
     def wake(self) -> None:
+        """Have the reader called soon."""
         with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
             self._waker.send(b"\0", NO_SIGNAL)
 
     def close(self, goodbye: bytes = b"") -> None:
+        """End the links and the calls of the reader. Twice is fine.
+
+        A collection of garbage may bring a thread here in the middle of anything: even of what the
+        reader does, or waits for. Then the links end when the reader returns.
+
+        Args:
+            goodbye: what all peers are sent before.
+        """
         if goodbye:
             for peer in self.peers():
                 self.send(peer, goodbye)
@@ -153,6 +139,7 @@ class SocketLinks:
         self._let_go()
 
     def abandon(self) -> None:
+        """In a forked child: close this copy of the links, which stay whole in the parent."""
         self._is_closed = True
         self._lock = threading.RLock()  # the thread may have had that one
         self._let_go()
@@ -225,7 +212,7 @@ def links_of_threads(size: int) -> list[QueueLinks]:
 
 
 class QueueLinks:
-    """The links of a rank that is a thread of this process.
+    """The links of a rank that is a thread of this process; what it has is as in `SocketLinks`.
 
     Such a rank does not die alone, so a link has no end: who closes it has said so before.
     """
@@ -253,6 +240,9 @@ class QueueLinks:
 
     def abandon(self) -> None:
         """Do nothing: the thread is the parent's, and a queue is no descriptor."""
+
+
+ControlLinks = SocketLinks | QueueLinks
 
 
 class _Shared:

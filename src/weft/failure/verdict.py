@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..base.errors import WireError, names
 
@@ -99,6 +99,17 @@ class Place:
     history: tuple[Entered, ...] = ()
     in_round: bool = False
     elsewhere: str = ""
+
+    @classmethod
+    def of(cls, values: list[Any]) -> Place:
+        """The place with the values that a message has, where tuples are lists."""
+        place = cls(*values)
+        return replace(
+            place,
+            awaited=tuple(place.awaited),
+            entered=place.entered and Entered(*place.entered),
+            history=tuple(Entered(*each) for each in place.history),
+        )
 
     @property
     def call(self) -> str:
