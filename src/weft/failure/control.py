@@ -49,27 +49,14 @@ class _Statement:
     endpoint: dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """What all ranks know once they are joined.
-
-    Attributes:
-        links: of this rank, to all others.
-        hosts: for each rank the name of its host.
-    """
-
-    links: ControlLinks
-    hosts: tuple[str, ...]
-
-
 def join_links(
     store: dist.Store,
     rank: int,
     size: int,
     timeout: float,
-    trouble: str = "",
-    look: Look = None,
-) -> Joined:
+    trouble: str,
+    look: Look,
+) -> tuple[ControlLinks, list[str]]:
     """Join this rank to all others by control links; collective.
 
     Args:
@@ -78,6 +65,9 @@ def join_links(
         timeout: seconds in which all must have come.
         trouble: why this rank cannot be joined, which all ranks then raise; "": it can.
         look: called until all have come and are connected; raises once one is known not to come.
+
+    Returns:
+        The links of this rank, and for each rank the name of its host.
 
     Raises:
         WeftError: a rank is in trouble, may not open as many files, or cannot listen. The same on
@@ -101,7 +91,7 @@ def join_links(
         statements = [_Statement(**each) for each in values]
         _raise_trouble(statements, store, rank)  # also where this one cannot listen
         links = _over_sockets(listener, statements, rank, deadline, check)
-    return Joined(links, tuple(each.host for each in statements))
+    return links, [each.host for each in statements]
 
 
 def _listener(store: dist.Store, size: int) -> Listener:

@@ -22,8 +22,9 @@ from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
-from ..failure.control import HELD_UP, Joined, join_links
+from ..failure.control import HELD_UP, join_links
 from ..failure.detector import Detector
+from ..failure.links import ControlLinks
 from ..failure.verdict import SAME_ORDER, in_the_job
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
@@ -126,14 +127,14 @@ class _Joining:
         self.deadline = time.monotonic() + self.timeout
         if self.size == 1:
             return self._session_alone(trouble)
-        space, joined = self._meet(trouble)
+        space, links, hosts = self._meet(trouble)
         memory = Pool()
-        detector = Detector(self.rank, self.timeout, joined.links, slow, global_ranks=self.ranks)
+        detector = Detector(self.rank, self.timeout, links, slow, global_ranks=self.ranks)
         start = Start(
             rank=self.rank,
             size=self.size,
             timeout=seconds_left(self.deadline),
-            host=joined.hosts[self.rank],
+            host=hosts[self.rank],
             exchange=functools.partial(detector.exchange, until=self.deadline),
             memory=memory,
             check=detector.check_peers,
@@ -153,7 +154,7 @@ class _Joining:
         return Session(
             wire,
             self.timeout,
-            joined.hosts,
+            hosts,
             detector=detector,
             memory=memory,
             join=functools.partial(_join_part, space),
@@ -175,20 +176,20 @@ class _Joining:
             global_ranks=self.ranks,
         )
 
-    def _meet(self, trouble: str) -> tuple[dist.Store, Joined]:
-        """Meet the others at the store: the part of it that these ranks have, and the links."""
+    def _meet(self, trouble: str) -> tuple[dist.Store, ControlLinks, list[str]]:
+        """Meet the others at the store: the part of it that these ranks have, and `join_links`."""
         space = None
         try:
             store = AnsweringStore(self.store, self.deadline)
             generation = store.add(f"weft/{self.name}/{self.rank}", 1)
             space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
-            joined = join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
+            links, hosts = join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             self._look_for_news(error)
             raise self._not_joined(error, space) from error
-        return space, joined
+        return space, links, hosts
 
     def _look_for_news(self, error: Exception) -> None:
         """Raise the news that has ended the wait too early, as soon as this rank has it.

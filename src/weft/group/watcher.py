@@ -19,6 +19,7 @@ import torch
 from ..base.devices import claim_thread
 from ..base.errors import WireError
 from ..failure.verdict import Entered
+from ..wire.interface import Pending
 
 _log = logging.getLogger("weft")
 
@@ -47,17 +48,10 @@ class Breakable(Protocol):
         """Break it on account of nobody: this was not done in time, though all ranks answer."""
 
 
-class Watched(Protocol):
-    """A round that a device has yet to do."""
-
-    def done(self) -> bool:
-        """Whether it is through, or has failed. Any thread; never blocks."""
-
-
 class _Item(NamedTuple):
     """A round that is watched: see `Watcher.watch_round`."""
 
-    pending: Watched
+    pending: Pending
     ranks: Sequence[int]
     call: Entered | None
 
@@ -85,7 +79,7 @@ class Watcher:
         # the thread ends with this object, too
         weakref.finalize(self, self._queue.put, None).atexit = False
 
-    def watch_round(self, pending: Watched, ranks: Sequence[int], call: Entered | None) -> None:
+    def watch_round(self, pending: Pending, ranks: Sequence[int], call: Entered | None) -> None:
         """Watch a round, behind what was given before.
 
         Args:
@@ -123,9 +117,7 @@ def _watch(
     """The thread of a watcher."""
     try:
         claim_thread(device)
-    except (
-        Exception
-    ) as error:  # nothing is watched then, and who waits for a stream hears of nothing
+    except Exception as error:  # nothing is watched then: who waits for a stream hears of nothing
         alive = session()
         if alive is not None:
             alive.give_up(f"{name} cannot be watched ({error!r})")
