@@ -685,12 +685,12 @@ def said_in_steps(caplog, late):
 
 def test_the_log_says_what_the_first_step_carried(caplog):
     (said,) = said_in_steps(caplog, late=False)
-    assert said == "ddp: 3 tables and 1 dense bucket a step, 0 KB sent by rank 0 in the first"
+    assert said == "ddp: tables: 3, dense buckets: 1, sent by rank 0 in the first step: 0 KB"
 
 
 def test_the_log_says_that_a_model_was_registered_late(caplog):
     warned, said = said_in_steps(caplog, late=True)
-    assert "the model has run already" in warned and "3 tables" in said
+    assert "the model has run already" in warned and "tables: 3" in said
 
 
 @trained(2)

@@ -110,7 +110,7 @@ def _given(parameters: object) -> list[Tensor]:
         return list(parameters.parameters())
     if isinstance(parameters, Tensor):
         return [parameters]
-    if not isinstance(parameters, Iterable) or isinstance(parameters, type):
+    if not isinstance(parameters, Iterable):
         raise WeftError(f"parameters is a {type(parameters).__name__}: {wanted}")
     if inspect.isgenerator(parameters) and inspect.getgeneratorstate(parameters) == "GEN_CLOSED":
         raise WeftError("parameters is a generator that is used up: make another, or pass a list")

@@ -111,11 +111,11 @@ class State:
     def tell_first(self, step: Step, sent: int) -> None:
         """Log what weft carries of the model in a step, in which this rank sent so many bytes."""
         _log.info(
-            "ddp: %s and %s a step, %.0f KB sent by rank %d in the first",
-            _counted(step.sparse, "table"),
-            _counted(step.dense, "dense bucket"),
-            sent / 1e3,
+            "ddp: tables: %d, dense buckets: %d, sent by rank %d in the first step: %.0f KB",
+            step.sparse,
+            step.dense,
             self.group.rank,
+            sent / 1e3,
         )
 
     def asked(self) -> tuple[dict[str, str], str | None]:
@@ -140,10 +140,6 @@ class State:
             gradient.copy_(sent)
 
         return reduction
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def tell_of(group: Group, fields: dict[str, str], error: str | None, own: bytes = b"") -> list[int]:

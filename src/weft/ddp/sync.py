@@ -17,7 +17,8 @@ from ..comm.staging import unsendable
 from ..group import default, process_group
 from ..group.group import Group
 from ..rendezvous.world import has_default
-from .sparsify import Sparsifier, described
+from .sparsify import described
+from .topk import TopK
 
 _NAME = "sync_sparsified"
 
@@ -63,18 +64,18 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
         ([0.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0])
     """
     group: Group
-    sparsifier = _sparsifier_of(state)
-    if sparsifier is not None:
+    is_state = is_a(state, TopK)
+    if is_state:
         group = state.group
     else:  # ranks that have one are likely of this group, and would wait
         group = process_group.of_group(None) if has_default() else default.current()
     with preparing(group, _NAME):
         named, error = _named(tensors)
         names = {name: name for name in named}
-        if sparsifier is None:
+        if not is_state:
             error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
         elif error is None:
-            error = sparsifier.wrong(named, names)
+            error = state.sparsifier.wrong(named, names)
         kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
         for name, tensor in named.items():
             kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
@@ -94,15 +95,6 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
 
     with torch.no_grad():
         group.worker.call(_NAME, job)
-
-
-def _sparsifier_of(state: object) -> Sparsifier | None:
-    """What a `weft.ddp.TopK` has; None: it is something else."""
-    try:
-        found = getattr(state, "sparsifier", None)
-    except Exception:  # a caller's object may raise anything
-        return None
-    return found if is_a(found, Sparsifier) else None
 
 
 def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:

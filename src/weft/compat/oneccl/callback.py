@@ -186,6 +186,5 @@ def sparse_allreduce(
 
 def _check_status(status: object) -> None:
     """Raise WeftError unless a callback returned that it succeeded, or nothing."""
-    succeeded = isinstance(status, int) and status == Status.success
-    if status is not None and not succeeded:
+    if status not in (None, Status.success):
         raise WeftError(f"{_NAME} returned status {status!r:.60}: return a Status, or nothing")
