@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from ..schedules.hosts import Hosts
 from .choose import MANY, first_served, lines_apart
-from .registry import ALGORITHMS, Schedule
 from .sizes import Blocks, Sizes
 
 _SMALLEST = 1 << 16  # bytes of a chunk
@@ -81,11 +80,6 @@ class Between(NamedTuple):
     name: str
     sizes: Sizes
     in_parts: bool
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of the algorithm."""
-        return ALGORITHMS[self.name]
 
 
 def between(sizes: Sizes) -> Between:

@@ -20,7 +20,6 @@ To make one of these objects sends nothing. `start` posts what can be posted the
 
 from __future__ import annotations
 
-import abc
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,8 +63,10 @@ def window(sizes: Sizes) -> int:
     return max(2, min(_SLOTS, fair))
 
 
-class Lists(abc.ABC):
+class IndexLists:
     """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`.
+
+    Each message says its length, and may be packed (`codec`).
 
     Attributes:
         are_sent: whether all of this rank's are in messages that wait for no peer; once started.
@@ -84,48 +85,73 @@ class Lists(abc.ABC):
         self._lists = lists
         self._sources = sources
 
-    @abc.abstractmethod
     def start(self) -> Self:
-        """Post the messages whose lengths are known."""
+        """Post the first message of each list, and the second one of those that are longer."""
+        group = self._call.group
+        self._leases: list[Lease] = []
+        # a list that goes to several peers is packed once, and sent as one tensor
+        packed: dict[int, tuple[Tensor, Tensor]] = {}
+        for indices in self._lists.values():
+            if id(indices) not in packed:
+                message = self._packed(indices)
+                packed[id(indices)] = message[:HEAD], message[HEAD:]
+        messages = [(peer, *packed[id(indices)]) for peer, indices in self._lists.items()]
+        heads = [(peer, head) for peer, head, _ in messages]
+        self._heads = group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
+        rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
+        self._sent = group.post(rests, (), LISTS)
+        self.are_sent = not rests
+        return self
 
-    @abc.abstractmethod
+    def _packed(self, indices: Tensor) -> Tensor:
+        lease = codec.pack(indices, self._call.group.memory, gaps=self._call.sizes.gaps)
+        self._leases.append(lease)
+        return lease.tensor
+
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
+        call = self._call
+        heads = dict(zip(self._sources, self._heads.wait(), strict=True))
+        # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
+        # header of one place (`owners.header_of_blocks`)
+        most = call.header.total * call.sizes.index
+        rests: dict[int, Tensor] = {}
+        for peer, head in heads.items():
+            size = self._read(peer, codec.bytes_of, head, most)
+            if size > HEAD:
+                rests[peer] = self._room(size)
+                rests[peer][:HEAD] = head
+        recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
+        pending = call.group.post((), recvs, LISTS)
+        lists = {}
+        for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
+            if peer in rests:
+                pending.wait()
+            lists[peer] = self._unpacked(peer, rests.get(peer, heads[peer]))
+        return lists
 
-    @abc.abstractmethod
+    def _unpacked(self, peer: int, message: Tensor) -> Tensor:
+        call = self._call
+        last = call.sizes.places - 1
+        return self._read(peer, codec.unpack, message, call.wire_index, last, self._room)
+
+    def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
+        return self._call.group.decode(peer, "an index list", decode, *arguments)
+
+    def _room(self, nbytes: int) -> Tensor:
+        self._leases.append(self._call.group.lease(nbytes))
+        return self._leases[-1].tensor
+
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""
+        self._sent.wait()
+        self._heads.release()
+        for lease in self._leases:
+            lease.release()
 
 
-def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> Lists:
-    """Begin to send index lists to some peers, and to receive index lists from some; collective.
-
-    Args:
-        call: the call this is for.
-        lists: what to send, by peer.
-        sources: the peers that send a list to this rank.
-
-    Returns:
-        The lists under way.
-    """
-    if call.sizes.staying:  # where who posts a receive has to know how long its message is
-        return _ListsOfKnownLength(call, lists, sources).start()
-    return IndexLists(call, lists, sources).start()
-
-
-def send_list_to_all(call: Call, indices: Tensor) -> Lists:
-    """Begin to send this rank's index list to all others, and to receive theirs; collective.
-
-    Args:
-        call: the call this is for.
-        indices: this rank's list, in the dtype `call.wire_index`.
-    """
-    peers = call.group.peers
-    return exchange_lists(call, dict.fromkeys(peers, indices), peers)
-
-
-class _ListsOfKnownLength(Lists):
-    """Index lists that are sent as they are: all ranks first tell each other the lengths.
+class _ListsOfKnownLength(IndexLists):
+    """The same on an accelerator, sent as they are: all ranks first tell each other the lengths.
 
     So a receive is as long as its message, and the host need not read one on an accelerator. The
     ranks also tell each other their parts of `call.marks`, which add up.
@@ -170,73 +196,34 @@ class _ListsOfKnownLength(Lists):
         self._pending.release()
 
 
-class IndexLists(Lists):
-    """Index lists on the CPU: each message says its length, and may be packed (`codec`)."""
+def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> IndexLists:
+    """Begin to send index lists to some peers, and to receive index lists from some; collective.
 
-    def start(self) -> Self:
-        """Post the first message of each list, and the second one of those that are longer."""
-        group = self._call.group
-        self._leases: list[Lease] = []
-        # a list that goes to several peers is packed once, and sent as one tensor
-        packed: dict[int, tuple[Tensor, Tensor]] = {}
-        for indices in self._lists.values():
-            if id(indices) not in packed:
-                message = self._packed(indices)
-                packed[id(indices)] = message[:HEAD], message[HEAD:]
-        messages = [(peer, *packed[id(indices)]) for peer, indices in self._lists.items()]
-        heads = [(peer, head) for peer, head, _ in messages]
-        self._heads = group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
-        rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
-        self._sent = group.post(rests, (), LISTS)
-        self.are_sent = not rests
-        return self
+    Args:
+        call: the call this is for.
+        lists: what to send, by peer.
+        sources: the peers that send a list to this rank.
 
-    def _packed(self, indices: Tensor) -> Tensor:
-        lease = codec.pack(indices, self._call.group.memory, gaps=self._call.sizes.gaps)
-        self._leases.append(lease)
-        return lease.tensor
-
-    def wait(self) -> dict[int, Tensor]:
-        call = self._call
-        heads = dict(zip(self._sources, self._heads.wait(), strict=True))
-        # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
-        # header of one place (`owners.header_of_blocks`)
-        most = call.header.total * call.sizes.index
-        rests: dict[int, Tensor] = {}
-        for peer, head in heads.items():
-            size = self._read(peer, codec.bytes_of, head, most)
-            if size > HEAD:
-                rests[peer] = self._room(size)
-                rests[peer][:HEAD] = head
-        recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        pending = call.group.post((), recvs, LISTS)
-        lists = {}
-        for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
-            if peer in rests:
-                pending.wait()
-            lists[peer] = self._unpacked(peer, rests.get(peer, heads[peer]))
-        return lists
-
-    def _unpacked(self, peer: int, message: Tensor) -> Tensor:
-        call = self._call
-        last = call.sizes.places - 1
-        return self._read(peer, codec.unpack, message, call.wire_index, last, self._room)
-
-    def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
-        return self._call.group.decode(peer, "an index list", decode, *arguments)
-
-    def _room(self, nbytes: int) -> Tensor:
-        self._leases.append(self._call.group.lease(nbytes))
-        return self._leases[-1].tensor
-
-    def release(self) -> None:
-        self._sent.wait()
-        self._heads.release()
-        for lease in self._leases:
-            lease.release()
+    Returns:
+        The lists under way.
+    """
+    if call.sizes.staying:  # where who posts a receive has to know how long its message is
+        return _ListsOfKnownLength(call, lists, sources).start()
+    return IndexLists(call, lists, sources).start()
 
 
-def in_rank_order(call: Call, under_way: Lists, indices: Tensor) -> list[Tensor]:
+def send_list_to_all(call: Call, indices: Tensor) -> IndexLists:
+    """Begin to send this rank's index list to all others, and to receive theirs; collective.
+
+    Args:
+        call: the call this is for.
+        indices: this rank's list, in the dtype `call.wire_index`.
+    """
+    peers = call.group.peers
+    return exchange_lists(call, dict.fromkeys(peers, indices), peers)
+
+
+def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Tensor]:
     """The lists of all ranks, of which `indices` is this rank's, when they have come."""
     lists = under_way.wait() | {call.group.rank: indices}
     return [lists[rank] for rank in range(call.group.size)]

@@ -59,7 +59,7 @@ from ..owners import (
     header_of_blocks,
     owned_parts,
 )
-from ..registry import algorithm
+from ..registry import ALGORITHMS, algorithm
 from ..rows import Rows
 from ..stream import Share
 
@@ -188,7 +188,7 @@ def _sum_between(
     with call.group.lease(len(indices) * call.sizes.partial) as memory:
         sums = Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
         merged = scatter.sums(inner.incoming, sums.values)
-        between.inner.schedule(SummedRows(sums, merged), inner)
+        ALGORITHMS[between.inner.name](SummedRows(sums, merged), inner)
         onward.finish()
 
 

@@ -23,7 +23,7 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..header import Header
+from ..header import Header, described
 from ..local_rows import LocalRows, slices_between
 from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
@@ -158,8 +158,7 @@ def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[Line,
 def _balanced(call: Call) -> list[int]:
     header = call.header
     if call.rows_of_all is not None:  # then nobody has said yet where rows lie
-        headers = [Header.of(rows.indices) for rows in call.rows_of_all]
-        header = Header.together(headers)
+        header = Header.together(described(call.headers))
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
