@@ -205,7 +205,6 @@ OF_PUBLIC_NAMES = ("wire", "group", "bootstrap", "backend", "failure", "rendezvo
 BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}  # also monkeypatch's
 ALLOWED = {
     "_torch": "weft's file of what torch hides; the names in it are plain",
-    "_is_view": "torch's: no public name says that a tensor is a view",
     "_version": "torch's: no public name says how often a tensor was written to",
     "_schema": "torch's: no public name says what an operator writes to",
     "_DistTestBase": "torch's: its own tests of a backend, which are run",

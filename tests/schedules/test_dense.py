@@ -38,6 +38,12 @@ def integers(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
     return values.view(torch.uint8).view(dtype)[:count].clone()
 
 
+def floats(ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each rank has."""
+    generators = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
+    return [torch.randn(1001, generator=each).to(dtype) for each in generators]
+
+
 OPS = {
     "sum": operator.add,
     "prod": operator.mul,
@@ -78,10 +84,7 @@ def test_any_count_among_any_number_of_ranks(form, size, count):
 
 
 def reduce_floats(group, dtype):
-    parts = [
-        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        for rank in range(group.size)
-    ]
+    parts = floats(group.size, dtype)
     mine = parts[group.rank].clone()
     dense.dense_all_reduce(group, mine, "sum").wait()
     wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -241,10 +244,7 @@ def test_torch_s_threads_are_not_asked(programs):
 
 def reduce_on_hosts(group, places, dtype, op):
     """Integers, whose sums are the same in any order, and floats; two are under way."""
-    parts = [
-        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        for rank in range(group.size)
-    ]
+    parts = floats(group.size, dtype)
     mine, other = parts[group.rank].clone(), torch.full((700,), group.rank, dtype=torch.int16)
     pairs = (mine, op), (other, "max")
     with on_hosts(group, places):
@@ -290,10 +290,7 @@ def test_the_link_of_a_host_carries_a_part_of_each_rank():
 def test_who_has_all_contributions_adds_in_the_order_of_hosts_too(dtype, op):
     """As over a wire in rounds, in which all ranks take part."""
     grid = Grid(((0, 2), (1, 3)), (0, 2))
-    parts = [
-        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        for rank in range(4)
-    ]
+    parts = floats(4, dtype)
     wide = [part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts]
     total = ((wide[0] + wide[2]) + (wide[1] + wide[3])) / (4 if op == "avg" else 1)
     out = parts[3].clone()

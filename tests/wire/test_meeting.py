@@ -530,6 +530,7 @@ def test_a_forked_child_touches_nothing_though_a_thread_of_its_parent_waits(wire
                 os._exit(0)
             finally:
                 os._exit(1)
-        assert status_of(child) == 0
+        status = status_of(child)
         assert second.meet(b"", [0, 1]).wait(patient(SOON)) == [b""] * 2
         assert waiting.result(patient(SOON)) == [b""] * 2
+    assert status == 0

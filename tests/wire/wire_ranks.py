@@ -112,7 +112,7 @@ def swap_often(wire):
 
 
 def status_of(child):
-    """The status with which a forked child ends, which is soon."""
+    """The status with which a forked child ends, which is soon; None: it hangs."""
     until = time.monotonic() + patient(20.0)
     while time.monotonic() < until:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -121,7 +121,7 @@ def status_of(child):
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    raise AssertionError("a forked child hangs")
+    return None
 
 
 def packed(*functions):
