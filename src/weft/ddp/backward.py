@@ -39,7 +39,6 @@ from ..call.attempt import confess
 from ..call.terms import agreed
 from ..group.group import Group
 from ..group.worker import Work
-from ..sparse import last_call
 from ..sparse.api import job_of
 from .state import State
 from .step import Step, Tables
@@ -176,9 +175,7 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
         alone = len(given) == 1
         # in the stream of the Aside around it
         done = job_of(group, given[0] if alone else given, "avg", *like)()
-        record = last_call(group)
-        if record is not None:
-            state.calls.append(record)
+        state.note_call(group)
         results = [done] if alone else done
         for (gradient, _), result in zip(pairs, results, strict=True):
             # DistributedDataParallel copies what it is given into the gradient, unless it is the

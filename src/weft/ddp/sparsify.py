@@ -25,7 +25,6 @@ from ..base.arguments import in_words, shown
 from ..base.errors import WeftError, summed_up
 from ..comm.buckets import reduce_dense
 from ..group.group import Group
-from ..sparse import Record, last_call
 from ..sparse.api import job_of_one
 from ..sparse.request import Request, travelling
 from ..sparse.rows import Rows
@@ -175,7 +174,7 @@ class Sparsifier:
         error: str | None = None,
         description: str | None = None,
         may_be_unused: bool = False,
-    ) -> Record | None:
+    ) -> None:
         """Replace tensors by the mean of what the ranks send. Collective; runs on the worker.
 
         A residual changes when the mean of its tensor has come: what raises before leaves it as it
@@ -189,9 +188,6 @@ class Sparsifier:
             description: of tensors, which ranks compare; None: that of these tensors.
             may_be_unused: whether a rank sends nothing of a tensor of zeros, of which the caller
                 may throw the mean away.
-
-        Returns:
-            The record of the sparse call.
 
         Raises:
             WeftError: as `sync_sparsified`.
@@ -227,7 +223,6 @@ class Sparsifier:
         for name, mean in zip(whole, copies, strict=True):
             self._keep(owners[name], picked[name])
             given[name].copy_(mean)
-        return last_call(group)
 
     def _is_sparsified(self, flat: Tensor) -> bool:
         """Whether only a part of a tensor is sent."""

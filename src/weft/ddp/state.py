@@ -19,7 +19,7 @@ from ..comm.buckets import reduce_dense
 from ..group import process_group
 from ..group.group import Group
 from ..schedules import fast_all_reduce
-from ..sparse import Record
+from ..sparse import Record, last_call
 from ..sparse.request import travelling, wrong_wire_dtype
 from .outermost import Outermost
 from .step import Step
@@ -107,6 +107,12 @@ class State:
             tell_of(group, fields | {"kind of state": type(self).__name__}, error)
             self.joined = group
         return self.joined
+
+    def note_call(self, group: Group) -> None:
+        """Keep the record of a sparse call that has just ended."""
+        record = last_call(group)
+        if record is not None:
+            self.calls.append(record)
 
     def tell_first(self, step: Step, sent: int) -> None:
         """Log what weft carries of the model in a step, in which this rank sent so many bytes."""

@@ -86,9 +86,8 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
             confess(group, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
-            record = state.sparsifier.reduce(group, flat, names, description=description)
-            if record is not None:
-                state.calls.append(record)
+            state.sparsifier.reduce(group, flat, names, description=description)
+            state.note_call(group)
             for name, tensor in given.items():
                 if flat[name].data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat[name].view(tensor.shape))

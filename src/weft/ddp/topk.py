@@ -142,9 +142,8 @@ class TopK(State):
                 )
             # DistributedDataParallel learns which parameters no rank used, and throws the means of
             # these away, when all buckets have come; in the buckets they are zeros
-            record = self.sparsifier.reduce(group, parts, owners, error=error, may_be_unused=True)
-            if record is not None:
-                self.calls.append(record)
+            self.sparsifier.reduce(group, parts, owners, error=error, may_be_unused=True)
+            self.note_call(group)
 
         return reduction
 
