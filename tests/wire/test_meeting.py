@@ -208,7 +208,7 @@ def test_what_ends_a_sleep(wires, end, kind):
             time.sleep(0.01)
         end(first, second)
         assert kind_of(waiting.result(patient(SOON))) == kind
-    assert pending.done() and early.wait(0) == [b"", b""]
+    assert early.wait(0) == [b"", b""]
     assert kind_of(failed(lambda: first.meet(b"", [0, 1]))) == kind
 
 
@@ -280,7 +280,7 @@ def freezes(wire):
     for _ in range(100):
         pending = wire.meet(b"", ranks)
         until = time.monotonic() + patient(SOON)
-        while not pending.done():
+        while pending.waiting_for():
             assert time.monotonic() < until, f"it waits for {pending.waiting_for()}"
             with contextlib.suppress(TimeoutError):
                 pending.wait(0.5)
@@ -313,18 +313,6 @@ def test_meetings_go_on_without_room_while_messages_are_waited_for(wires):
 
     for _ in range(5):
         together(wires(2), body)
-
-
-def test_to_ask_done_again_and_again_is_as_good_as_to_wait(wires):
-    """It reads what is there, and so gives room, and posts what has room."""
-    some = wires(2)
-    pending = [[wire.meet(b"", [0, 1]) for _ in range(3 * DEPTH)] for wire in some]
-    until = time.monotonic() + patient(SOON)
-    are_done = [False]
-    while not all(are_done):
-        are_done = [each.done() for own in pending for each in own]  # all are asked
-        assert time.monotonic() < until, [each.waiting_for() for own in pending for each in own]
-    assert pending[0][-1].wait(0) == pending[1][-1].wait(0) == [b"", b""]
 
 
 def test_many_sets_of_ranks_are_forgotten(wires, monkeypatch):

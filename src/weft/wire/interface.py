@@ -277,9 +277,6 @@ class PendingBytes(Protocol):
                 it, soon after the circle is closed; the group tells the others.
         """
 
-    def done(self) -> bool:
-        """Whether `wait` would return or raise at once; any thread. It never blocks."""
-
     def waiting_for(self) -> list[int]:
         """The peers whose messages are not here, ascending; any thread. Where this rank's own found
         no room yet, also those that have to read more before it does."""
@@ -308,8 +305,8 @@ class Meeting(Protocol):
         for, and they may be waited for in any order.
 
         A message goes at once, while less than a few meetings of any two ranks are unread. Else it
-        goes in a later wait of this rank, for whatever, or as it asks `done`. Peers read in their
-        waits, too, and nobody writes to a message that somebody may yet read.
+        goes in a later wait of this rank, for whatever. Peers read in their waits, too, and nobody
+        writes to a message that somebody may yet read.
 
         Peers that leave, or die, have told what they told before: that still comes. A meeting that
         lacks one of them fails the wire as lost, and others do not.

@@ -94,7 +94,7 @@ def _impossible(peer: int) -> WireFailed:
     )
 
 
-class _Moves(Protocol):
+class _Waits(Protocol):
     """What a meeting asks of its wire.
 
     Attributes:
@@ -106,15 +106,6 @@ class _Moves(Protocol):
 
     def finish_meeting(self, awaited: TcpMeeting, timeout: float | None) -> None:
         """Wait for a meeting, and move messages meanwhile."""
-
-    def move(self) -> None:
-        """Move what can be moved now, unless another thread does."""
-
-    def failure(self) -> Failure | None:
-        """As of a wire."""
-
-    def has_lost_one_of(self, peers: Sequence[int]) -> bool:
-        """Whether a connection to one of these peers has ended."""
 
 
 class _Peers:
@@ -196,7 +187,7 @@ class TcpMeeting:
         "without_room",
     )
 
-    def __init__(self, wire: _Moves, turn: _Turn, message: bytes | bytearray) -> None:
+    def __init__(self, wire: _Waits, turn: _Turn, message: bytes | bytearray) -> None:
         self._wire = wire
         self.turn = turn
         self.message = message
@@ -210,15 +201,6 @@ class TcpMeeting:
         if not self.is_complete():
             self._wire.finish_meeting(self, timeout)
         return [message for message in self.messages if message is not None]
-
-    def done(self) -> bool:
-        if not self.is_complete():
-            self._wire.move()  # so that what a peer left before it was lost is read
-        return (
-            self.is_complete()
-            or self._wire.failure() is not None
-            or self._wire.has_lost_one_of(self.waiting_for())
-        )
 
     def waiting_for(self) -> list[int]:
         peers = self.turn.peers
@@ -243,7 +225,7 @@ class Meetings:
 
     def __init__(
         self,
-        wire: _Moves,
+        wire: _Waits,
         segment: shm.Segment | None,
         segments: Mapping[int, shm.Peer],
         ring: Callable[[int], None],

@@ -508,10 +508,6 @@ class TcpWire:
         """The connections that have ended."""
         return [link for link in self.connections.values() if link.lost]
 
-    def has_lost_one_of(self, peers: Sequence[int]) -> bool:
-        """Whether a connection to one of these peers has ended."""
-        return any(self.connections[peer].lost for peer in peers)
-
     def finish_meeting(self, awaited: meeting.TcpMeeting, timeout: float | None) -> None:
         """Move messages until this meeting is through; what it raises is as of `finish`."""
         self._check_process()
