@@ -183,7 +183,7 @@ def words():
 
     said = b'{"verdict": [1, "rank 1 died"]}', b'{"ask": 3}', b"[" * 5000
     call = b'["ranks 2, 0", 7, "barrier"]'
-    here = b'[7, "barrier", 2, 0.3, "", "a.py:1", [2], %b, true, [%b], true, ""]' % (call, call)
+    here = b'[7, "barrier", 2, 0.3, "", "a.py:1", [2], %b, true, [%b], ""]' % (call, call)
     return [*said, b'{"here": %b, "to": 3}' % here, b'{"bye": %b}' % here], read
 
 

@@ -36,7 +36,6 @@ def test_a_place_is_read_as_it_was_sent():
         entered=call,
         opens=True,
         history=(call, call),
-        in_round=True,
         elsewhere="joining group '2'",
     )
     assert read(line_of({"here": astuple(place), "to": 1})) == {"here": place, "to": 1}

@@ -28,7 +28,6 @@ def waits(
     before=(),
     by=ALL,
     opens=False,
-    in_round=False,
 ):
     """A rank in a call, if it is in any, that waits for another one."""
     history = before
@@ -46,14 +45,7 @@ def waits(
         entered=entered,
         opens=opens,
         history=history,
-        in_round=in_round,
     )
-
-
-def in_round(rank, size=3, calls=5):
-    """A rank in a round of all."""
-    others = [each for each in range(size) if each != rank]
-    return waits(others[0], calls, more=tuple(others[1:]), in_round=True)
 
 
 def busy(calls=5, doing=CALL):
@@ -66,9 +58,9 @@ def outside(calls=4, raised="", history=()):
     return Place(calls, "", None, 12.3, raised, history=history)
 
 
-def left(*history, raised="", inside=None, doing=""):
-    """A rank as it left; perhaps in a call."""
-    return Place(4, doing, None, 1.0, raised, entered=inside, history=history)
+def left(raised=""):
+    """A rank as it left."""
+    return Place(4, "", None, 1.0, raised)
 
 
 def check(verdict, culprit, text):
@@ -97,49 +89,6 @@ THROUGH = outside(5, history=made((5, CALL)))
             {2: left(raised="KeyError: 7")},
             2,
             "rank 2 left, after it raised (KeyError: 7)",
-        ),
-        # who is in the call of a round, and waits for nobody, or has left since it was through, may
-        # not be what others lack
-        (
-            {0: in_round(0), 1: busy()},
-            set(),
-            {2: left(*made((5, CALL)), raised="KeyError: 7")},
-            None,
-            "a round of call 5 (sparse_all_reduce) is not through on rank 0, though all others "
-            "answer (rank 1 is in call 5 (sparse_all_reduce) and waits for nobody; rank 2 left, "
-            "after it raised (KeyError: 7)): the link",
-        ),
-        # one that left has not come, or not to the end, whatever it raised; before who is late
-        (
-            {0: in_round(0), 1: in_round(1)},
-            set(),
-            {2: left(*made((4, CALL)), raised="KeyError: 7")},
-            2,
-            "rank 2 left, after it raised (KeyError: 7)",
-        ),
-        ({0: in_round(0), 1: outside()}, set(), {2: left(*made((4, CALL)))}, 2, "rank 2 left"),
-        (
-            {0: in_round(0), 1: in_round(1)},
-            set(),
-            {2: left(*made((5, CALL)), inside=made((5, CALL))[0], doing=CALL)},
-            2,
-            "rank 2 left",
-        ),
-        # where nobody knows whether it came: only if it raised
-        (
-            {0: waits(1, 0, "", more=(2,), in_round=True), 1: outside()},
-            set(),
-            {2: left(raised="KeyError: 7")},
-            2,
-            "rank 2 left, after it raised (KeyError: 7)",
-        ),
-        (
-            {0: waits(1, 0, "", more=(2,), in_round=True), 1: outside()},
-            set(),
-            {2: left()},
-            None,
-            "a round is not through on rank 0, though all others answer (rank 1 has been outside "
-            "weft for 12.3 s; rank 2 left): the link",
         ),
     ],
 )
@@ -276,17 +225,6 @@ def test_who_is_silent_or_left(places, silent, leavers, culprit, text):
             "1), but rank 1 is in call 5 (sparse_all_reduce) and has waited for rank 0 for 2.0 s "
             "(a call of all 3 ranks): all ranks must make",
         ),
-        (
-            {
-                0: waits(1, doing="barrier", by=SOME, more=(2,), in_round=True),
-                1: in_round(1),
-                2: waits(1, doing="barrier", by=SOME, before=made((5, CALL))),
-            },
-            None,
-            "rank 0 is in call 5 (barrier) and has waited in a round for 2.0 s (a call of ranks 0, "
-            "1), but rank 1 is in call 5 (sparse_all_reduce) and has waited in a round for 2.0 s "
-            "(a call of all 3 ranks): all ranks must make",
-        ),
         # all wait for each other, and one is past the call of others: what it sent is missing
         (
             {0: waits(1), 1: waits(0, 6, before=made((5, CALL))), 2: waits(1)},
@@ -333,56 +271,6 @@ def test_who_is_silent_or_left(places, silent, leavers, culprit, text):
             {0: waits(1), 1: waits(0, more=(2, 3)), 2: waits(1), 3: waits(1)},
             None,
             "not all came in time between rank 1 and ranks 0, 2 and 3 in call 5",
-        ),
-        # who is past the call of a round had what it needed, and may not be what others lack
-        (
-            {0: in_round(0), 1: in_round(1), 2: waits(0, 6, before=made((5, CALL)), more=(1,))},
-            None,
-            "a round of call 5 (sparse_all_reduce) is not through on ranks 0 and 1, though all "
-            "answer (rank 2 is in call 6 (sparse_all_reduce) and has waited for rank 0 for 2.0 s): "
-            "the link is too slow, or the ranks disagree on what to send",
-        ),
-        (
-            {0: in_round(0), 1: in_round(1), 2: THROUGH},
-            None,
-            "a round of call 5 (sparse_all_reduce) is not through on ranks 0 and 1, though all "
-            "answer (rank 2 has been outside weft for 12.3 s): the link",
-        ),
-        (
-            {0: in_round(0), 1: in_round(1), 2: in_round(2)},
-            None,
-            "a round of call 5 (sparse_all_reduce) is not through on ranks 0, 1 and 2, though all "
-            "answer: the link",
-        ),
-        # one that waits for a rank in a round
-        (
-            {0: waits(1, 6, before=made((5, CALL))), 1: in_round(1), 2: in_round(2)},
-            None,
-            "a round of call 5 (sparse_all_reduce) is not through on ranks 1 and 2, though all "
-            "answer (rank 0 is in call 6 (sparse_all_reduce) and has waited for rank 1 for 2.0 s)",
-        ),
-        # every rank has to come to a round: one that has not come to the call is missing
-        (
-            {0: in_round(0), 1: in_round(1), 2: outside(4, history=made((4, CALL)))},
-            2,
-            "rank 2 has not entered call 5 (sparse_all_reduce): it has been outside weft for 12.3",
-        ),
-        (
-            {
-                0: in_round(0, 4),
-                1: in_round(1, 4),
-                2: waits(3, 3, "barrier"),
-                3: outside(2, history=made((2, CALL))),
-            },
-            3,
-            "rank 3 has not entered call 3 (barrier): it has been outside weft for 12.3 s",
-        ),
-        # where others are in another call in its place
-        (
-            {0: in_round(0), 1: waits(0, doing="barrier", more=(2,)), 2: in_round(2)},
-            1,
-            "rank 1 is in call 5 (barrier) and has waited for rank 0 for 2.0 s, but rank 0 is in "
-            "call 5 (sparse_all_reduce) and has waited in a round for 2.0 s: barrier on one is",
         ),
         # of many ranks some are named
         (

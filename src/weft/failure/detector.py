@@ -91,16 +91,13 @@ class Wait(Protocol):
     """A wait that has not ended.
 
     Attributes:
-        in_round: whether it is for a round of more than two ranks. Then one of those that are
-            awaited is missing, and nobody knows which.
         opens: as for a `Place`.
     """
 
-    in_round: bool
     opens: bool
 
     def peer(self) -> int | None:
-        """The rank whose message is waited for now, or None; in a round, any of them."""
+        """The rank whose message is waited for now, or None."""
 
     def awaited(self) -> Sequence[int]:
         """All ranks whose messages are not complete."""
@@ -321,10 +318,8 @@ class Detector:
         failed = Verdict(peer, f"{what} failed ({text})")
 
         def reason() -> Verdict:
-            leaver = peer if peer in self.leavers else None
-            if peer is None and wait is not None:
-                leaver = leaver_to_blame(wait.awaited(), self.leavers, self._progress().entered)
-            return failed if leaver is None else on_leaver(leaver, self.leavers[leaver])
+            left = None if peer is None else self.leavers.get(peer)
+            return failed if peer is None or left is None else on_leaver(peer, left)
 
         # its control link may say more at once: that it died, or left, or another's verdict
         if self.news() is None and reason() is failed:
@@ -588,8 +583,7 @@ class Detector:
         wait = waiting.wait
         mine = places[self.rank]
         why: list[str] = []
-        # of a round nobody knows who is missing, so one look says all
-        for peer in wait.awaited()[:1] if wait.in_round else wait.awaited():
+        for peer in wait.awaited():
             places[self.rank] = replace(mine, awaits=peer)  # as if it waited for this one
             reason = judge(self.rank, places, silent, self.leavers).text
             if len(why) < _NAMED and reason not in why:
@@ -615,10 +609,8 @@ class Detector:
                 break
         awaits = None
         awaited: tuple[int, ...] = ()
-        in_round = False
         opens = False
         if waiting is not None:
-            in_round = waiting.wait.in_round
             opens = waiting.wait.opens
             awaits = waiting.wait.peer()
             awaited = tuple(waiting.wait.awaited())[:listed]
@@ -634,7 +626,6 @@ class Detector:
             entered=progress.entered,
             opens=opens,
             history=history,
-            in_round=in_round,
             elsewhere=progress.elsewhere if is_outside and self._thread is None else "",
         )
 

@@ -83,8 +83,6 @@ class Place:
         opens: whether it waits for what the others say at the beginning of that call. Every rank
             says it as it comes to the call, and waits for nobody before.
         history: the last calls that it has come to, `entered` among them.
-        in_round: whether it waits for a round of more than two ranks. Then a message of one of
-            `awaited` is missing, and nobody knows of which: `awaits` is just one of them.
     """
 
     calls: int
@@ -97,7 +95,6 @@ class Place:
     entered: Entered | None = None
     opens: bool = False
     history: tuple[Entered, ...] = ()
-    in_round: bool = False
     elsewhere: str = ""
 
     @classmethod
@@ -119,21 +116,13 @@ class Place:
     @property
     def missing(self) -> frozenset[int]:
         """The ranks that it is known to wait for: a message is missing to it or from it."""
-        return frozenset() if self.in_round else frozenset(self.concerned)
-
-    @property
-    def concerned(self) -> tuple[int, ...]:
-        """The ranks that it waits for, as far as is known, or may wait for."""
-        if self.awaits is None:
-            return self.awaited
-        return (self.awaits, *self.awaited)
+        return frozenset(self.awaited if self.awaits is None else (self.awaits, *self.awaited))
 
     def __str__(self) -> str:
         at = f", at {self.at}" if self.at else ""
         if self.awaits is not None:
             where = f"in {self.call}" if self.doing else "outside weft"
-            what = "in a round" if self.in_round else f"for rank {self.awaits}"
-            return f"is {where} and has waited {what} for {self.seconds:.1f} s{at}"
+            return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s{at}"
         if self.doing:
             return f"is in {self.call} and waits for nobody{at}"
         if self.elsewhere:
@@ -243,9 +232,7 @@ def judge(
 
     Where all ranks answer, and wait for each other in the same calls, nobody is known to be to
     blame. Then the verdict says between whom messages are missing. Its culprit is the one rank that
-    is at an end of all messages that are known to be lost, if there is one, and else None. In a
-    round of several ranks it is not known whose message is missing, but that all have to come:
-    also one that has left by now.
+    is at an end of all messages that are known to be lost, if there is one, and else None.
 
     Args:
         me: the rank that waited and asks.
@@ -262,12 +249,6 @@ def judge(
         return _silent(me, places, sorted(silent))
     chain = [me]  # this rank, the rank that it waits for, the rank that that one waits for, ...
     while (following := places[chain[-1]].awaits) is not None:
-        if places[chain[-1]].in_round:
-            # `awaits` is any of them: follow one that is known not to have come
-            absent = _not_come_to_round(chain[-1], places, leavers)
-            if absent is None:
-                return _in_a_round(chain[-1], places, leavers)
-            following = absent
         if following in leavers:
             return on_leaver(following, leavers[following])
         if following in chain:
@@ -287,53 +268,6 @@ def _silent(me: int, places: Mapping[int, Place], silent: Sequence[int]) -> Verd
     do = "does" if len(silent) == 1 else "do"
     return Verdict(
         silent[0], f"{names(silent)} {do} not answer (stopped, cut off, or stuck in foreign code)"
-    )
-
-
-def _not_come_to_round(
-    waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place]
-) -> int | None:
-    """A rank that is known not to have come to a round, which needs all, or to have left; or None.
-
-    Those that left come first: who is late may yet come.
-    """
-    waiting = places[waiter]
-    leaver = leaver_to_blame(waiting.concerned, leavers, waiting.entered)
-    if leaver is not None:
-        return leaver
-    for rank in waiting.concerned:
-        if rank in places and _has_not_entered(places[rank], waiting.entered):
-            return rank
-    return None
-
-
-def _in_a_round(waiter: int, places: Mapping[int, Place], leavers: Mapping[int, Place]) -> Verdict:
-    """All answered that are there, and a round is not through, though all may have come to it.
-
-    Who is out of the round may have had all that it needed, and others not. So nobody is to blame.
-    """
-    made = _different_calls(places)
-    if made:
-        return _astray(made, places)
-    waiting = places[waiter]
-    call = waiting.entered or (waiting.calls, waiting.doing)
-    inside = []
-    elsewhere = []
-    for rank in sorted({waiter, *waiting.concerned}):
-        if rank in leavers:
-            elsewhere.append(on_leaver(rank, leavers[rank]).text)
-        elif rank in places:
-            its = places[rank]
-            if its.in_round and (its.entered or (its.calls, its.doing)) == call:
-                inside.append(rank)
-            else:
-                elsewhere.append(f"rank {rank} {its}")
-    where = f" of {waiting.call}" if waiting.doing else ""
-    others = f" ({'; '.join(elsewhere[:NAMED])})" if elsewhere else ""
-    return Verdict(
-        None,
-        f"a round{where} is not through on {_some(inside)}, though {who_answers(leavers)}{others}: "
-        f"{_PERHAPS}",
     )
 
 

@@ -61,10 +61,7 @@ class Posted(Pending):
     Attributes:
         session: whose wire it is.
         pending: what the wire gave for it.
-        in_round: whether they are a round of more than two ranks: see `failure.detector.Wait`.
     """
-
-    in_round = False
 
     def __init__(self, session: Session, pending: interface.Pending) -> None:
         self.session = session
@@ -151,7 +148,6 @@ class Round(Posted):
 
     def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
         super().__init__(session, pending)
-        self.in_round = len(route.ranks) > 2
         self._route = route
 
     def receive(self) -> list[Tensor]:
@@ -185,12 +181,10 @@ class Telling(Awaited):
     Ranks have their numbers in the session here, as in `Posted`, but those of what is told.
 
     Attributes:
-        session, in_round: as in `Posted`.
+        session: as in `Posted`.
         pending: what the wire has under way.
         opens: as in `Awaited`.
     """
-
-    in_round = False
 
     def __init__(
         self,
