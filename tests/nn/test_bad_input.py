@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft
 from weft import nn
 from weft.call import handshake
+from weft.nn.grid import Box
 from weft.testing import run, spmd
 
 P = weft.Partition
@@ -138,7 +139,7 @@ def test_the_same_on_processes(group):
 @spmd(3, on=("threads",))
 def test_grids_and_shapes_that_are_none(group):
     gather = nn.AllGather(P(3), 0)
-    assert P(3).lengths(5) == [(2, 2, 1)]
+    assert P(3).boxes(5)[2] == Box((4,), (5,))
     for make, text in (
         (lambda: P((2, 2)), r"a grid of \(2, 2\) has 4 cells, the group 3 ranks: start more"),
         (lambda: P(2, ranks=[1, 1]), "rank 1 is in the grid twice"),
@@ -173,9 +174,9 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: P(3).subset([-1]), "no rank -1 in a partition of size 3: pass 0 to 2"),
         (lambda: P(3).subset([1, 1]), r"positions are \[1, 1\]: pass some, each of them once"),
         (lambda: P(3).subset([]), r"positions are \[\]: pass some"),
-        (lambda: P((1, 3)).lengths(5), r"cuts dimensions that a tensor of shape \(5,\) does not"),
-        (lambda: P(3).lengths("ab"), "lengths: shape is 'ab': pass integers"),
-        (lambda: P(3).boxes((-3,)), r"lengths: shape is \(-3,\): lengths are at least 0"),
+        (lambda: P((1, 3)).boxes(5), r"cuts dimensions that a tensor of shape \(5,\) does not"),
+        (lambda: P(3).boxes("ab"), "boxes: shape is 'ab': pass integers"),
+        (lambda: P(3).boxes((-3,)), r"boxes: shape is \(-3,\): lengths are at least 0"),
         (lambda: gather.plan("x"), "AllGather: shapes is 'x': pass a shape for each rank"),
         (lambda: gather.plan({0: -4, 1: 1, 2: 1}), r"shapes\[0\] is -4: lengths are at least 0"),
         (

@@ -239,31 +239,26 @@ class Partition:
 
     # how tensors are cut
 
-    def lengths(self, shape: Sequence[int] | int) -> list[Shape]:
-        """How a tensor of that shape is cut: the lengths of the parts, for each of its dimensions.
+    def boxes(self, shape: Sequence[int] | int) -> dict[int, Box]:
+        """The balanced cut of a tensor of that shape: each rank's box.
 
         Raises:
             WeftError: it is no shape, or the grid cuts a dimension that the tensor does not have.
-        """
-        shape = lengths_of("lengths", "shape", shape)
-        if any(extent > 1 for extent in self.shape[len(shape) :]):
-            raise WeftError(
-                f"a grid of {self.shape} cuts dimensions that a tensor of shape {shape} "
-                "does not have"
-            )
-        parts = (*self.shape, *(1,) * len(shape))
-        return [grid.balanced(extent, count) for extent, count in zip(shape, parts, strict=False)]
-
-    def boxes(self, shape: Sequence[int] | int) -> dict[int, Box]:
-        """The balanced cut of a tensor of that shape: each rank's box.
 
         Example:
             >>> from weft.testing import run
             >>> run(2, lambda group: Partition((2, 1)).boxes((5, 3))[group.rank].shape)
             [(3, 3), (2, 3)]
         """
-        found = grid.boxes(self.lengths(shape))
-        return dict(zip(self.ranks, found, strict=True))
+        shape = lengths_of("boxes", "shape", shape)
+        if any(extent > 1 for extent in self.shape[len(shape) :]):
+            raise WeftError(
+                f"a grid of {self.shape} cuts dimensions that a tensor of shape {shape} "
+                "does not have"
+            )
+        counts = (*self.shape, *(1,) * len(shape))
+        lengths = [grid.balanced(*each) for each in zip(shape, counts, strict=False)]
+        return dict(zip(self.ranks, grid.boxes(lengths), strict=True))
 
     def box(self, shape: Sequence[int] | int) -> Box:
         """The box of this rank in the balanced cut of a tensor.
@@ -323,10 +318,9 @@ def are_grids(name: str, *given: object) -> None:
     """
     for each in given:
         if not isinstance(each, Partition):
-            is_mesh = type(each).__name__ == "DeviceMesh"
-            remedy = "weft.Partition.from_mesh(mesh)" if is_mesh else "a weft.Partition"
             raise WeftError(
-                f"{name} works on a grid, not on a {type(each).__name__}: pass {remedy}"
+                f"{name} works on a grid, not on a {type(each).__name__}: pass a weft.Partition, "
+                "such as weft.Partition.from_mesh(mesh)"
             )
 
 
@@ -336,9 +330,6 @@ def same_group(name: str, one: Partition, other: Partition) -> None:
     Raises:
         WeftError: they do not.
     """
-    one_handle, other_handle = one.group_handle, other.group_handle
-    if one_handle is other_handle or one_handle == other_handle:
-        return
     if one.group is not other.group:
         raise WeftError(f"{name}: the two grids count ranks in different groups")
 
