@@ -157,7 +157,10 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: nn.Repartition(P(3), 3), "Repartition works on a grid, not on a int"),
         (lambda: P(3).union(3), "union works on a grid"),
         (lambda: P.from_mesh("cpu"), "a str is no DeviceMesh"),
-        (lambda: nn.ReduceScatter(P(3), 0, lengths=(1, 1, 1)), "lengths has 1 where it needs sev"),
+        (
+            lambda: nn.ReduceScatter(P(3), 0, lengths=(1, 1, 1)),
+            r"lengths is \(1, 1, 1\): pass for each",
+        ),
         (lambda: nn.ReduceScatter(P(3), 0, lengths=3), "lengths is 3: pass for each dimension"),
         (lambda: nn.HaloExchange(P(3), -1), "pass a width of at least 0"),
         (lambda: nn.HaloExchange(P(3), [1, 1]), "pass a width of at least 0 for each"),

@@ -222,7 +222,7 @@ def faults(group, mesh):
     fails(text, nn.AllGather(grid, 0), x if group.rank == 1 else x.to_local())
     text = "dimension 0 has 4 and is cut into 4 parts, which lengths"
     fails(text, nn.from_dtensor, x, grid, lengths=[(1, 1, 1, 2)])
-    text = "rank 3: lengths is 'abc': pass for each dimension"
+    text = r"rank 3: lengths: lengths is \('a',\): pass integers"
     fails(text, nn.from_dtensor, x, grid, lengths="abc" if group.rank == 3 else None)
     for placement in (Partial(), Replicate()):
         x = DTensor.from_local(torch.ones(2), line, [placement])

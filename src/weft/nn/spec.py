@@ -294,15 +294,10 @@ def checked_lengths(lengths: Lengths) -> CheckedLengths:
     """
     if lengths is None:
         return None
-    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+    try:
+        given = [each if each is None else tuple(each) for each in lengths]
+    except TypeError as error:
         raise WeftError(
             f"lengths is {lengths!r}: pass for each dimension those of its parts, or None"
-        )
-    checked: list[Shape | None] = []
-    for each in lengths:
-        if each is not None and not isinstance(each, Iterable):
-            raise WeftError(
-                f"lengths has {each!r} where it needs several integers: pass a tuple of them"
-            )
-        checked.append(None if each is None else lengths_of("lengths", "lengths", each))
-    return tuple(checked)
+        ) from error
+    return tuple(each if each is None else lengths_of("lengths", "lengths", each) for each in given)
