@@ -5,7 +5,6 @@ Some parameters have had no gradient yet, some are frozen, and are trained again
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 import weft
 from weft.testing import processes, run
@@ -131,91 +129,48 @@ def undisturbed(kind):
     return run(1, program)[0]
 
 
-def go_on(kind, when, state, group, rank, size):
+def save(kind, when, place, members):
+    rank, size = dist.get_rank(members), dist.get_world_size(members)
+    model, optimizers = made(kind, members)
+    losses = train(model, optimizers, range(when), members, rank, size)
+    assert losses == pytest.approx(undisturbed(kind)[:when], rel=1e-9), kind
+    state = weft.nn.sharded_state(model, optimizers)
+    dcp.save(state, checkpoint_id=place, process_group=members)
+
+
+def load(kind, when, place, members):
     """Load a checkpoint into a new model and new optimizers, and compare the losses."""
-    model, optimizers = made(kind, group)
+    rank, size = dist.get_rank(members), dist.get_world_size(members)
+    model, optimizers = made(kind, members)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     model.prepare(when)
-    read = weft.nn.sharded_state(model, optimizers)
-    weft.nn.load_sharded_state(model, optimizers, state(read))
-    losses = train(model, optimizers, range(when, STEPS), group, rank, size)
-    assert losses == pytest.approx(undisturbed(kind)[when:], rel=1e-9)
+    state = weft.nn.sharded_state(model, optimizers)
+    dcp.load(state, checkpoint_id=place, process_group=members)
+    weft.nn.load_sharded_state(model, optimizers, state)
+    losses = train(model, optimizers, range(when, STEPS), members, rank, size)
+    assert losses == pytest.approx(undisturbed(kind)[when:], rel=1e-9), kind
 
 
-def whole(states):
-    """What torch.distributed.checkpoint writes of the ranks' states, by name."""
-    parts = [flatten_state_dict(state)[0] for state in states]
-    return {
-        name: torch.cat([part[name] for part in parts]) if is_cut(name, value) else value
-        for name, value in parts[0].items()
-    }
-
-
-def is_cut(name, value):
-    cut = any(f".{table}.weight" in name for table in ("used", "late", "paused", "still"))
-    return cut and isinstance(value, torch.Tensor) and value.dim() == 2
-
-
-def filled(written, state):
-    """As torch.distributed.checkpoint does, it raises where the checkpoint lacks a part."""
-    flat, places = flatten_state_dict(state)
-    own = {name: copy.deepcopy(written[name]) for name in flat}  # ranks are threads
-    return unflatten_state_dict(own, places)
-
-
-@pytest.mark.parametrize(
-    ("kind", "when", "savers", "loaders"),
-    [
-        *((kind, ALL_AT_ONCE, 4, 2) for kind in OPTIMIZERS),
-        # before it keeps anything, and where it does from the beginning
-        *((kind, FRESH, 1, 4) for kind in ("Adam", "SparseAdam", "Adagrad")),
-    ],
-)
-def test_it_goes_on_with_any_number_of_ranks(kind, when, savers, loaders):
-    def save(group):
-        model, optimizers = made(kind, group)
-        losses = train(model, optimizers, range(when), group, group.rank, group.size)
-        assert losses == pytest.approx(undisturbed(kind)[:when], rel=1e-9)
-        return weft.nn.sharded_state(model, optimizers)
-
-    def load(group, written):
-        go_on(kind, when, functools.partial(filled, written), group, group.rank, group.size)
-
-    undisturbed(kind)  # before ranks are threads
-    run(loaders, load, whole(run(savers, save)))
-
-
-def by_torch(folder):
-    """The same with torch.distributed.checkpoint, all at once; kinds in turn."""
+def save_and_load(folder):
+    """All kinds of optimizers, by all numbers of ranks."""
     with weft.init() as group:
         groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
-        kinds = itertools.cycle(
-            ("sparse momentum", "SparseAdam", "NAdam", "sparse Adagrad", "SGD and SparseAdam")
-        )
-        for savers, loaders in itertools.product(groups, groups):
-            kind = next(kinds)
-            place = f"{folder}/{savers} {loaders}"
+        kinds = itertools.cycle(OPTIMIZERS)
+        numbers = itertools.product(groups, groups)
+        cases = [(kind, ALL_AT_ONCE, *each) for kind, each in zip(kinds, numbers, strict=False)]
+        # before it keeps anything, and where it does from the beginning
+        cases += [(kind, FRESH, 1, 4) for kind in ("Adam", "SparseAdam", "Adagrad")]
+        for number, (kind, when, savers, loaders) in enumerate(cases):
+            place = f"{folder}/{number}"
             if group.rank < savers:
-                members = groups[savers]
-                model, optimizers = made(kind, members)
-                train(model, optimizers, range(ALL_AT_ONCE), members, group.rank, savers)
-                state = weft.nn.sharded_state(model, optimizers)
-                dcp.save(state, checkpoint_id=place, process_group=members)
+                save(kind, when, place, groups[savers])
             weft.barrier()
             if group.rank < loaders:
-                load_by_torch(kind, place, groups[loaders], group.rank, loaders)
+                load(kind, when, place, groups[loaders])
             weft.barrier()
 
 
-def load_by_torch(kind, place, members, rank, size):
-    def read(state):
-        dcp.load(state, checkpoint_id=place, process_group=members)
-        return state
-
-    go_on(kind, ALL_AT_ONCE, read, members, rank, size)
-
-
-def test_it_goes_on_from_a_checkpoint_of_torch(tmp_path):
-    processes(4, by_torch, tmp_path)
+def test_it_goes_on_with_any_number_of_ranks(tmp_path):
+    processes(4, save_and_load, tmp_path)
