@@ -69,6 +69,9 @@ def test_no_more_than_the_limit_is_kept(shelf: Shelf) -> None:
         results.pop(0)
     assert 20 << 20 <= shelf.kept <= 64 << 20
     assert fresh((20 << 20,), torch.uint8).data_ptr() in places[2:]
+    shelf.limit = shelf.kept  # what is just as large is kept
+    fresh((20 << 20,), torch.uint8)
+    assert shelf.kept == shelf.limit
 
 
 def test_what_is_kept_makes_room_where_memory_is_short(
