@@ -276,12 +276,6 @@ class Pending:
             self.receives = []  # they lead back here
         return [*self.found]
 
-    wait_stream = wait
-
-    def done(self) -> bool:
-        """Whether nobody has to do anything more for it; messages may be under way still."""
-        return not self.unmet or self.wire.failure() is not None
-
     def waiting_for(self) -> list[int]:
         with self.wire.network.lock:
             return sorted({end.peer for end in self.unmet})

@@ -152,10 +152,6 @@ class CheckedPending:
             found.append(into if isinstance(into, Tensor) else part)
         return found
 
-    def done(self) -> bool:
-        is_through = self.carried is not None and self.carried.done()
-        return is_through or self._wire.failure() is not None
-
     def waiting_for(self) -> list[int]:
         if self.carried is None:
             return sorted({peer for peer, _ in (*self.sends, *self.recvs)})

@@ -307,9 +307,6 @@ class Coming:
             memory_of(self.places[-1])[: len(raw)] = raw
         return self.places
 
-    def done(self):
-        return False
-
     def release(self):
         return None
 

@@ -68,9 +68,6 @@ class Never:
             threading.Event().wait(0.02)
         raise WireFailed(self.wire.failure())
 
-    def done(self):
-        return self.wire.failure() is not None
-
     def waiting_for(self):
         return self.peers
 
@@ -82,7 +79,7 @@ class Raising:
     """The messages of a post, one of whose methods raises."""
 
     def __init__(self, inside, what):
-        for name in ("wait", "done", "waiting_for", "release"):
+        for name in ("wait", "waiting_for", "release"):
             setattr(self, name, getattr(inside, name))
         setattr(self, what, self.fail)
 

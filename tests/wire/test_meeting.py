@@ -39,7 +39,7 @@ make = tcp.make
 
 
 # whose waits and closes go through the code that sleeps while ranks meet
-WAITS = ["timeouts", "aborts", "closes", "polls", "dies", "forks", "signals"]
+WAITS = ["timeouts", "aborts", "closes", "dies", "forks", "signals"]
 
 
 @clauses([each for each in (*ANY_WIRE, *FREE, *PROCESSES) if each[1].__name__ in WAITS])

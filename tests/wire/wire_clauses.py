@@ -318,8 +318,8 @@ def sized(wire, soon):
     lengths = (0, 1, 4095, 65_536, most)
     data = torch.arange(most).to(torch.uint8)
     pending = wire.post([(peer, data[:length]) for length in lengths], [(peer, most)] * 5)
-    views = pending.wait_stream()
-    assert [view.numel() for view in views] == list(lengths) and pending.done()
+    views = pending.wait(soon)
+    assert [view.numel() for view in views] == list(lengths)
     for view in views:
         assert (view.dtype, view.dim()) == (torch.uint8, 1)
         assert torch.equal(view, data[: len(view)])
@@ -387,7 +387,6 @@ def late(wire, soon):
     if wire.rank == 0:
         posts = [wire.post([(1, _bytes(length))]) for length in lengths]
         for each in posts:
-            each.done()
             assert each.waiting_for() in ([], [1])
         _say_go(wire, 1, soon)
         for each in posts:
@@ -523,7 +522,7 @@ def timeouts(wire, soon):
             with pytest.raises(TimeoutError):
                 pending.wait(seconds)
         assert time.monotonic() - began >= 0.9 * _MOMENT
-        assert wire.failure() is None and not pending.done()
+        assert wire.failure() is None and pending.waiting_for() == [1]
     else:
         pending.wait(soon)
     posts.append(wire.post((), [(peer, _number()), (peer, _MEDIUM)]))
@@ -532,20 +531,8 @@ def timeouts(wire, soon):
     for i, each in enumerate(posts):
         number, view = each.wait(soon)
         assert (number.item(), int(view[-1])) == (i, i)
-        assert each.done()
+        assert each.waiting_for() == []
         each.release()
-
-
-@clause(FREE, 2)
-def polls(wire, soon):
-    """to ask `done` again and again is as good as to wait."""
-    peer, until = 1 - wire.rank, time.monotonic() + soon
-    for length in (8, _BIG):
-        pending = wire.post([(peer, _bytes(length))], [(peer, length)])
-        while not pending.done():
-            assert time.monotonic() < until
-        assert len(pending.wait(0)[0]) == length
-        pending.release()
 
 
 @clause(FREE, 3)
@@ -605,7 +592,7 @@ def complete(wire, soon):
     )
     _swap(wire, peer, soon)  # which comes behind that
     time.sleep(_MOMENT)
-    assert early.done()
+    assert early.waiting_for() == []
     wire.abort(Failure("aborted", peer, f"rank {peer} died"))
     number, view = early.wait(soon)
     assert number.item() == 7 and set(view.tolist()) == {9}
@@ -634,7 +621,7 @@ def aborts(wire, soon):
     assert _failure_of(pending.wait, "aborted", 2, soon) is given
     assert time.monotonic() - began < patient(_ABORT)
     wire.abort(Failure("aborted", 0, "later"))
-    assert wire.failure() is given and pending.done()
+    assert wire.failure() is given
     _failure_of(pending.wait, "aborted", 2, soon)
     _failure_of(lambda: wire.post([(1, _number(1))]), "aborted", 2, soon)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeVar, final
+from typing import Any, NoReturn, Self, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -194,9 +194,10 @@ class Group:
         route = self._route
         outgoing = route.numbered(sends)
         incoming = route.numbered(recvs)
-        pending = session.use("posted messages", self.wire.post, outgoing, incoming, channel)
+        rounds = cast("interface.Rounds", self.wire)
+        posted = session.use("posted messages", rounds.post, outgoing, incoming, channel)
         session.traffic.count(sends)
-        return Round(session, pending, route)
+        return Round(session, posted, route)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start reducing over all ranks, in place, where `features.reduces` has it.

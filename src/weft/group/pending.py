@@ -146,7 +146,9 @@ class Round(Posted):
     one, of more it may be any. A rank that is through had all it needed, which others may lack.
     """
 
-    def __init__(self, session: Session, pending: interface.Pending, route: Route) -> None:
+    pending: interface.DevicePending
+
+    def __init__(self, session: Session, pending: interface.DevicePending, route: Route) -> None:
         super().__init__(session, pending)
         self._route = route
 

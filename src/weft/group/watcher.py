@@ -19,7 +19,7 @@ import torch
 from ..base.devices import claim_thread
 from ..base.errors import WireError
 from ..failure.verdict import Entered
-from ..wire.interface import Pending
+from ..wire.interface import DevicePending
 
 _log = logging.getLogger("weft")
 
@@ -51,7 +51,7 @@ class Breakable(Protocol):
 class _Item(NamedTuple):
     """A round that is watched: see `Watcher.watch_round`."""
 
-    pending: Pending
+    pending: DevicePending
     ranks: Sequence[int]
     call: Entered | None
 
@@ -79,7 +79,9 @@ class Watcher:
         # the thread ends with this object, too
         weakref.finalize(self, self._queue.put, None).atexit = False
 
-    def watch_round(self, pending: Pending, ranks: Sequence[int], call: Entered | None) -> None:
+    def watch_round(
+        self, pending: DevicePending, ranks: Sequence[int], call: Entered | None
+    ) -> None:
         """Watch a round, behind what was given before.
 
         Args:

@@ -127,17 +127,6 @@ class Pending(Protocol):
                 memory of any post of this wire. It may take a second until a wait sees a failure.
         """
 
-    def wait_stream(self) -> list[Tensor]:
-        """Have the current stream of the device wait, and not the host.
-
-        The memory is the caller's in the order of that stream. Where `failure()` is not None once
-        the stream is through, what was received is garbage. Without `features.streams` it is
-        `wait()`.
-        """
-
-    def done(self) -> bool:
-        """Whether `wait` would return or raise at once; any thread. It never blocks."""
-
     def waiting_for(self) -> list[int]:
         """The peers of messages that are not complete, ascending, for texts; any thread."""
 
@@ -152,6 +141,21 @@ class Pending(Protocol):
             WireFailed: the wire fails here, as one may that sees that the caller wrote to what it
                 may only read.
         """
+
+
+class DevicePending(Pending, Protocol):
+    """The messages of one post of a `Rounds`, or a tensor of a `Reducing`."""
+
+    def wait_stream(self) -> list[Tensor]:
+        """Have the current stream of the device wait, and not the host.
+
+        The memory is the caller's in the order of that stream. Where `failure()` is not None once
+        the stream is through, what was received is garbage. Without `features.streams` it is
+        `wait()`.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once; any thread. It never blocks."""
 
 
 @runtime_checkable
@@ -181,8 +185,8 @@ class Wire(Protocol):
         channels wait for neither. Messages move while nobody waits.
 
         A send may be complete before its receive is posted, or only then; where the receiver copies
-        from memory that both share, only when it is in a wait, for whatever, or asks `done`. It
-        never waits for a `release`.
+        from memory that both share, only when it is in a wait, for whatever. It never waits for a
+        `release`.
 
         A peer that is gone fails the wire when something is awaited of it, and not before: ranks
         close early.
@@ -225,7 +229,7 @@ class Wire(Protocol):
 class Reducing(Protocol):
     """What a wire has beside, whose `features.reduces` is not empty."""
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: str) -> DevicePending:
         """Start reducing over all ranks, in place; the same bits on every rank.
 
         Args:
@@ -240,6 +244,10 @@ class Reducing(Protocol):
 @runtime_checkable
 class Rounds(Wire, Protocol):
     """What a wire has beside, whose `features.lockstep` is set: that of a device."""
+
+    def post(
+        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
+    ) -> DevicePending: ...
 
     def among(self, ranks: Sequence[int]) -> Rounds:
         """A wire for rounds of these ranks alone, numbered in the order given.

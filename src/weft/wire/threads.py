@@ -332,13 +332,6 @@ class ThreadPending:
             self.receives = []  # they lead back here
         return list(self._received)
 
-    def wait_stream(self) -> list[Tensor]:
-        return self.wait()
-
-    def done(self) -> bool:
-        with self.wire.lock:
-            return self.is_over()
-
     def waiting_for(self) -> list[int]:
         with self.wire.lock:
             return sorted({end.peer for end in self._ends if not end.has_met})

@@ -253,7 +253,7 @@ class _Receive:
 
 
 class RoundPending:
-    """The messages of one post; a `weft.wire.interface.Pending`.
+    """The messages of one post; a `weft.wire.interface.DevicePending`.
 
     Attributes:
         channel: of the post.

@@ -11,10 +11,9 @@ message goes in one of three ways:
 * *by the segment* (`shm`), where the peer has mapped this rank's segment, and the wire says so for
   messages of more than `wire.INLINE` bytes: a frame says where the message is. A tensor outside the
   segment is copied into it, so its owner may change it at once. A tensor in the segment is lent:
-  its owner may change it when the peer has copied it and said so. The peer does that in a wait, or
-  when its program asks whether something is done: no thread of it does it before. A message for
-  which the segment has no room goes through the socket at once, however long it is, and the peer
-  keeps it.
+  its owner may change it when the peer has copied it and said so. The peer does that in a wait: no
+  thread of it does it before. A message for which the segment has no room goes through the socket
+  at once, however long it is, and the peer keeps it.
 
 A receive by size does not copy a message that was copied into the segment. It gives a view of the
 segment, and acknowledges the message when the view is released.

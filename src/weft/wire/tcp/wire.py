@@ -543,7 +543,7 @@ class TcpWire:
 
         It raises nothing that a peer has caused: then the wire has failed.
         """
-        if os.getpid() != self._process:  # `done` in a forked child, say
+        if os.getpid() != self._process:  # a wait in a forked child
             self._fail(self._forked())
         if self._failure is not None:
             return False
@@ -565,15 +565,6 @@ class TcpWire:
         link.ring()
         link.flush()
         self._watch(link)
-
-    def move(self) -> None:
-        """Move what can be moved now, unless another thread does."""
-        if self._turn.acquire(blocking=False):
-            try:
-                if self._failure is None:
-                    self._step(0.0)
-            finally:
-                self._turn.release()
 
     def release(self, receives: Sequence[_Received]) -> None:
         """Release the memory of messages that were received by size."""
@@ -908,15 +899,6 @@ class TcpPending:
             self._received = [tensor for tensor in received if tensor is not None]
         return self._received
 
-    def wait_stream(self) -> list[Tensor]:
-        return self.wait()
-
-    def done(self) -> bool:
-        if self._is_over():
-            return True
-        self._wire.move()
-        return self._is_over()
-
     def waiting_for(self) -> list[int]:
         return sorted({link.peer for link, message in self._messages if not message.done})
 
@@ -933,13 +915,6 @@ class TcpPending:
             if not message.done:
                 return False
         return True
-
-    def _is_over(self) -> bool:
-        return (
-            self._is_complete()
-            or self._wire.failure() is not None
-            or self._wire.lost_among(self._messages) is not None
-        )
 
 
 def _end_of(link: Connection) -> Failure:
