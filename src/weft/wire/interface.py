@@ -36,7 +36,7 @@ class Features:
     Attributes:
         lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`. A receive by
             size is then exactly as long as its message, as in NCCL.
-        streams: `Pending.wait_stream` does not block the host.
+        streams: `DevicePending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
         meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`. Calls open
             in meetings where they are `MEETS` or more.
@@ -150,8 +150,7 @@ class DevicePending(Pending, Protocol):
         """Have the current stream of the device wait, and not the host.
 
         The memory is the caller's in the order of that stream. Where `failure()` is not None once
-        the stream is through, what was received is garbage. Without `features.streams` it is
-        `wait()`.
+        the stream is through, what was received is garbage.
         """
 
     def done(self) -> bool:
