@@ -203,11 +203,11 @@ def test_what_ends_a_sleep(wires, end, kind):
     pending = first.meet(b"", [0, 1])
     slept = first.meetings.sleep_count
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(failed, pending.wait)
+        waiting = thread.submit(failed, functools.partial(pending.wait, patient(SOON)))
         while first.meetings.sleep_count == slept:
             time.sleep(0.01)
         end(first, second)
-        assert kind_of(waiting.result(patient(SOON))) == kind
+        assert kind_of(waiting.result()) == kind
     assert early.wait(0) == [b"", b""]
     assert kind_of(failed(lambda: first.meet(b"", [0, 1]))) == kind
 
