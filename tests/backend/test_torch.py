@@ -23,7 +23,7 @@ from cases import in_default_group
 from weft.backend import register
 from weft.base.pace import patient
 from weft.group import process_group
-from weft.testing import run
+from weft.testing import run, spmd
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def erring(me, size):
         with pytest.raises(weft.WeftError, match="rank 0: index -1 is negative"):
             dist.all_reduce(wild, op)
     work = None
-    text = "rank 2: tensors of 4 and 9 elements were given: for 3 ranks the second must have 12"
+    text = "rank 2: tensors of 9 and of 4 elements were given: for the parts of 3 ranks the first "
     with pytest.raises(weft.WeftError, match=text) as caught:
         work = dist.all_gather_single(torch.empty(9), torch.ones(3 + (me == 2)), async_op=True)
         work.wait()
@@ -371,6 +371,14 @@ def test_torch_finds_the_backends_by_their_names():
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["weft.backend.group [0.0, 3.0, 0.0]"] * 2
     assert run.stderr == ""
+
+
+@spmd(1, on=("threads",))
+def test_a_timeout_that_weft_would_not_keep_is_refused(group, tmp_path):
+    """torch 2.15 has `dist.set_timeout`, which calls this."""
+    wrong = pytest.raises(weft.WeftError, match="rank 0: cpu:weft keeps its timeout")
+    with in_default_group(group, tmp_path, "cpu:weft"), wrong:
+        dist.group.WORLD.set_timeout(timedelta(seconds=9))
 
 
 def test_it_serves_alone():

@@ -48,7 +48,7 @@ COMPLETE = [member(0), member(2), member(1)]
         ),
         (  # one of them cannot tell where it is
             [member(r, address="127.0.0.1", machine="" if r == 1 else "one") for r in range(3)],
-            r"ranks 0, 1 and 2 would .*, and the ranks are on several hosts \(host0, host1, host2\)"
+            r"ranks 0, 1 and 2 would .* seem to be on several hosts \(host0, host1, host2\)"
             ": name the network interface in WEFT_INTERFACE",
         ),
         (  # each host's docker0

@@ -164,9 +164,11 @@ def test_exchange_takes_rows_of_every_dtype_that_torch_picks(group):
                 assert result.dtype == dtype and result.shape[1:] == typed.shape[1:]
                 found = result.contiguous().view(torch.uint8).view(2, -1)
                 assert torch.equal(found, (rows - group.rank + source)[[2, 0]])
-    wrong = torch.ones(2, dtype=torch.uint16)
-    with pytest.raises(weft.WeftError, match=r"rank \d: rows is torch.uint16, .*: view signed"):
-        weft.exchange(wrong if group.rank == group.size - 1 else wrong.int(), [None] * group.size)
+    wrong = torch.ones(2, dtype=torch.int16)
+    if group.rank == group.size - 1:
+        wrong = wrong.view(torch.bits16)
+    with pytest.raises(weft.WeftError, match=r"rank \d: rows is torch.bits16, .*: view integers"):
+        weft.exchange(wrong, [None] * group.size)
 
 
 @spmd(1, 2, 4, on=EVERYWHERE)

@@ -155,7 +155,7 @@ WRONG = {
     ),
     "view": (
         lambda m: setattr(m, "hidden", m.first.detach().view(-1)[1:5]),
-        r"'hidden' lies in memory that 'first' has, too: clone",
+        r"'hidden' and 'first' lie in the same memory: clone",
     ),
     "sparse": (lambda m: m.register_buffer("s", torch.eye(2).to_sparse()), "sparse_coo"),
 }

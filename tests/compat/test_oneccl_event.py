@@ -124,6 +124,15 @@ def test_half_precision_adds_in_float32(group):
     assert kept.result() == ([3], [260.0])
 
 
+@pytest.mark.parametrize("deps", [{}, [], ()])
+@spmd(2, on=("threads",))
+def test_no_deps_are_written_in_any_way(group, deps):
+    """`{}` is the document's."""
+    kept = Kept()
+    event.sparse_allreduce(*sent(part(group.rank)), "sum", group, None, kept.attr(), deps).wait()
+    assert kept.result()[0]
+
+
 @spmd(2, on=("threads",))
 def test_deps_are_waited_for(group):
     """Buffers are read when what they depend on is done, not before: here it writes them."""

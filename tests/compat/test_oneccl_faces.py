@@ -208,11 +208,15 @@ CALLBACK = {
     "no function": (having(complete=7), "sparse_allreduce_completion_fn is a int"),
     "a status": (
         having(complete=fails),
-        "sparse_allreduce_completion_fn returned status 1: return a Status",
+        "sparse_allreduce_completion_fn returned status 1: return Status.success",
     ),
     "another status": (
         having(complete=lambda *_: "bad"),
         "sparse_allreduce_completion_fn returned status 'bad'",
+    ),
+    "a tensor": (
+        having(complete=lambda *_: torch.zeros(1)),
+        r"sparse_allreduce_completion_fn returned status tensor\(\[0.\]\)",
     ),
     "an exception": (having(complete=raises), "MemoryError: no room"),
 }

@@ -152,7 +152,7 @@ WRONG = {
     "rank 0: red_tensor is a list: pass a tensor to be filled": lambda rank, send: sar.all_reduce(
         send[0] if rank else [1.0], torch.distributed.ReduceOp.SUM
     ),
-    "rank 2: some of recv_tensors lie one within another: pass tensors of their own": (
+    "rank 2: some of recv_tensors lie in the same memory: pass tensors of their own": (
         lambda rank, send: sar.all_to_all(sharing() if rank == 2 else recv_of(*[(2,)] * 3), send)
     ),
     "rank 1: inputs[0] is a str: pass a tensor, empty if need be": lambda rank, send: (

@@ -9,10 +9,28 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from weft.base._torch import NoDevice
 from weft.failure import control
 from weft.rendezvous import store as store_module
 
 roll_call = functools.partial(control.RollCall, step="join the control links", patience=5.0)
+
+
+@pytest.mark.parametrize("error", [NoDevice("no such device"), OSError(24, "Too many open files")])
+def test_a_rank_that_cannot_take_the_step_is_named_at_once_by_all(error):
+    """Whatever the others meet meanwhile."""
+    store = dist.HashStore()
+    store.set("read 1", "")
+    failing, other = [roll_call(store, rank, 2) for rank in range(2)]
+
+    def fails():
+        raise error
+
+    with pytest.raises(control.NotJoinedError) as caught:
+        failing.hold(fails, time.monotonic() + 5.0)
+    told = other.explain(RuntimeError("wait timeout"))
+    assert str(told) == str(caught.value) == f"rank 0 did not join the control links ({error})"
+    assert told.culprit == caught.value.culprit == 0
 
 
 @pytest.fixture

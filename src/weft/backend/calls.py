@@ -194,8 +194,8 @@ def _check_sizes(group: Group, whole: Tensor, part: Tensor) -> None:
     total = group.size * part.numel()
     if whole.numel() != total:
         raise WeftError(
-            f"tensors of {part.numel()} and {whole.numel()} elements were given: for {group.size} "
-            f"ranks the second must have {total}"
+            f"tensors of {whole.numel()} and of {part.numel()} elements were given: for the parts "
+            f"of {group.size} ranks the first must have {total}"
         )
 
 

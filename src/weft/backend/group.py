@@ -92,6 +92,13 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
             self._weft_group = process_group.of_group(self)
         return self._weft_group
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of torch 2.15. Raises WeftError: weft's waits would go on as they were."""
+        raise WeftError(
+            f"rank {self.rank()}: cpu:weft keeps its timeout: pass {timeout} to "
+            "dist.init_process_group or dist.new_group"
+        )
+
     @_of_weft
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         def prepare(group: Group) -> calls.Job:

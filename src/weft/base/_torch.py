@@ -414,6 +414,10 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return None
 
 
+class NoDevice(RuntimeError):
+    """gloo cannot listen on this machine, for which no other rank is the reason."""
+
+
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str]
 ) -> Any:
@@ -427,6 +431,7 @@ def gloo_group(
     Without the private options it is torch's own, with two threads.
 
     Raises:
+        NoDevice: gloo cannot listen here.
         RuntimeError: from gloo or the store.
     """
     gloo: Any = dist.ProcessGroupGloo
@@ -440,6 +445,8 @@ def gloo_group(
         options._devices = devices or [gloo.create_default_device()]
     except AttributeError:
         options = limit
+    except RuntimeError as error:
+        raise NoDevice(str(error)) from error
     return gloo(store, rank, size, options)
 
 

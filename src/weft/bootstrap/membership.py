@@ -268,7 +268,7 @@ def _fitting(members: Sequence[Member]) -> str:
         hosts = ", ".join(dict.fromkeys(m.host for m in members))
         return (
             f"{names([m.rank for m in lost])} would listen at {lost[0].address}, where other "
-            f"hosts cannot reach it, and the ranks are on several hosts ({hosts}): name the "
+            f"hosts cannot reach it, and the ranks seem to be on several hosts ({hosts}): name the "
             "network interface in WEFT_INTERFACE, and let MASTER_ADDR be no loopback"
         )
     at: dict[str, Member] = {}

@@ -73,7 +73,8 @@ def look(ahead: Preview) -> Iterator[Finding]:
     in_force = weft.config()
     address = in_force["listens at"]
     if address.startswith("wrong"):
-        yield "WRONG", f"{address}: unset WEFT_INTERFACE, or name another"
+        what = address.removeprefix("wrong: ")
+        yield "WRONG", f"{what}: unset WEFT_INTERFACE, or name another"
     elif address.startswith(("127.", "::1")):
         yield "note", f"address {address}, which other hosts cannot reach: set WEFT_INTERFACE"
     if ahead.shared:

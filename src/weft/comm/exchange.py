@@ -145,7 +145,7 @@ def wrong_rows(rows: object) -> str | None:
         return error
     assert isinstance(rows, Tensor)  # else it was not sendable
     if not serves(_first, rows.dtype):
-        return f"rows is {rows.dtype}, of which torch picks no rows: view signed integers"
+        return f"rows is {rows.dtype}, of which torch picks no rows: view integers of that size"
     if rows.dim() == 0:
         return "rows has no dimension, and so no rows: pass a tensor of at least one"
     if error := wrong_dims(rows):

@@ -126,7 +126,9 @@ class Synchronised:
         if self.error is None and len(self.of) >= ROOM:
             self.error = f"{len(self.of)} parameters are too many for one call: below {ROOM}"
         self.error = self.error or wrong_wire_dtype(wire_dtype)
-        self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
+        self._fields: dict[str, object] = {}
+        if self.error is None:
+            self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -66,7 +66,7 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         manifest[name] = text
     if buffers and (pair := next(overlaps(found), None)):
         name, other = pair
-        return {}, {}, f"{name!r} lies in memory that {other!r} has, too: clone() one of them"
+        return {}, {}, f"{name!r} and {other!r} lie in the same memory: clone() one of them"
     return found, manifest, None
 
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..base._torch import NoDevice
 from ..base.errors import AbsentError, WeftError, WireError, in_short, names
 from ..base.pace import patient
 from ..rendezvous.address import own_address
@@ -265,8 +266,15 @@ class RollCall:
 
     def explain(self, error: Exception) -> NotJoinedError | None:
         """What to raise where gloo has failed here, or others are not connected; None: they are."""
+        text = in_short(str(error))
+        is_own = isinstance(error, NoDevice) or (
+            isinstance(error, OSError) and not isinstance(error, TimeoutError)
+        )
+        if is_own:
+            what = f"rank {self._rank} did not {self._step} ({text})"
+            return self._conclude(_Outcome(what, self._rank))
         if not self._has("connected", self._rank):  # else this rank only waited for the others
-            self._store.set(f"failed {self._rank}", in_short(str(error)))
+            self._store.set(f"failed {self._rank}", text)
         began = time.monotonic()
         missing = self._call_the_roll()
         if missing:

@@ -157,7 +157,7 @@ def _to_bfloat16(builder: Any, number: Any) -> Any:
 
 @_word
 def apply(context: Any, op: Any, left: Any, right: Any) -> Any:
-    """apply(op, left, right): the two combined, in their own type; integers are summed, and wrap.
+    """apply(op, left, right): the two combined, in their own type; integers can only be summed.
 
     min and max are those of IEEE 754-2019: NaN wins, and -0.0 is less than 0.0.
     """

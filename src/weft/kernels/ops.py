@@ -2,7 +2,8 @@
 
 To add an operation: one entry in `OPS`. Algorithms and dense reductions find it there, and serve
 it by torch operations; `tests/sparse/test_added_op.py` shows one. A gradient of a dense reduction
-needs a case in `comm/all_reduce.py`, machine code a line in `loops.VALUES`. The docstrings of
+needs a case in `comm/all_reduce.py`, machine code a line in `loops.VALUES` and what
+`llvm_intrinsics.apply` does. The docstrings of
 `sparse/api.py` and `comm/all_reduce.py` and docs/start.md list all operations.
 
 What combines more than two rows at once, as a median, is no operation: it is a routine of its own

@@ -42,7 +42,8 @@ UNREAD = (
     "JSM_NAMESPACE_RANK",
     "FLUX_TASK_RANK",
 )
-"""What else shows that a process is one of several, by launchers that nothing here reads."""
+"""What else shows that a process is one of several: a place to meet; launchers that nothing here
+reads."""
 
 _SPECIAL_STEPS = 0xFFFFFFF0  # steps from here on are batch scripts and the like
 
@@ -61,7 +62,7 @@ class Launch:
         job: the launcher's name of the job, which no other job has at the same time; empty if it
             has no name.
         head: the host of rank 0, if the launcher tells it.
-        known: whether the hosts of the job all know it by this name.
+        known: whether all hosts of the job have the same `job`.
         has_mpi: whether MPI can tell its ranks where rank 0 is.
     """
 

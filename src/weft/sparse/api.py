@@ -147,8 +147,8 @@ def explain(
     """Say what `sparse_all_reduce` would do with a table, and why; reduce nothing.
 
     Collective: every rank calls it. It raises the errors of `sparse_all_reduce`. The result prints
-    the line of the rule that decides, and the bound. What became of a list says
-    `weft.sparse.last_call()`.
+    the line of the rule that decides, and the bound. For a list, `weft.sparse.last_call()` says
+    afterwards what was run.
 
     Example:
         >>> import torch, weft

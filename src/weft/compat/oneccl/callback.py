@@ -38,7 +38,7 @@ Request = Event
 
 
 class Status(enum.IntEnum):
-    """What a callback returns; None is success, too, and all else is none."""
+    """What a callback returns where all went well; it may also return nothing."""
 
     success = 0
 
@@ -186,5 +186,7 @@ def sparse_allreduce(
 
 def _check_status(status: object) -> None:
     """Raise WeftError unless a callback returned that it succeeded, or nothing."""
-    if status not in (None, Status.success):
-        raise WeftError(f"{_NAME} returned status {status!r:.60}: return a Status, or nothing")
+    if status is not None and not (isinstance(status, int) and status == Status.success):
+        raise WeftError(
+            f"{_NAME} returned status {status!r:.60}: return Status.success, or nothing"
+        )

@@ -311,4 +311,4 @@ def _check(places: Any, came: Sequence[Tensor]) -> None:
                 "sizes"
             )
     if overlapping(*places):
-        raise WeftError("some of recv_tensors lie one within another: pass tensors of their own")
+        raise WeftError("some of recv_tensors lie in the same memory: pass tensors of their own")
