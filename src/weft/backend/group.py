@@ -163,7 +163,7 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
             return Collective(None, group.worker.call(name, job))
         begun = Collective(group.worker.submit(name, job))
         if _torch.are_promised():
-            begun.promise([_single(out)])
+            begun.promise(_single(out))
         return begun
 
 

@@ -6,7 +6,7 @@ C++ code uses them, too (DistributedDataParallel, functional collectives), by `w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,10 +36,10 @@ class Collective(dist.Work):
         self._tensors = list(tensors)
         self._limit = limit
 
-    def promise(self, tensors: Iterable[Tensor]) -> None:
-        """Have torch's `wait_tensor` of these tensors wait for it, too."""
+    def promise(self, tensor: Tensor) -> None:
+        """Have torch's `wait_tensor` of this tensor wait for it, too."""
         self._is_promised = True
-        _torch.promise(self, tensors)
+        _torch.promise(self, tensor)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until it has ended; a timeout of 0 means no limit, as in torch.

@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
@@ -243,10 +243,9 @@ def are_promised() -> bool:
     return None not in (_awaits_inputs, _register_work) and bool(_awaits_inputs())
 
 
-def promise(work: dist.Work, tensors: Iterable[Tensor]) -> None:
-    """Have torch's `wait_tensor` of these tensors wait for a work, which torch keeps until then."""
-    for tensor in tensors:
-        _register_work(tensor, work)
+def promise(work: dist.Work, tensor: Tensor) -> None:
+    """Have torch's `wait_tensor` of a tensor wait for a work, which torch keeps until then."""
+    _register_work(tensor, work)
 
 
 def is_faking() -> bool:
