@@ -520,6 +520,28 @@ def test_a_failed_wait_for_one_that_left_says_so(peers):
     assert three.watch.explain(1, "reset", wait) == left
 
 
+@pytest.mark.parametrize(
+    ("bye", "culprit", "text"),
+    [
+        (RAISED, 2, "rank 2 left, after it raised (KeyError: 7)"),
+        (place(7, last="barrier"), None, "a link of rank 0 failed (closed)"),
+    ],
+)
+def test_a_round_that_failed_is_explained_by_one_that_left_before_it_was_through(
+    peers, later, bye, culprit, text
+):
+    """No library that carries a device's tensors says whose link it is."""
+    three = peers()
+    wait = Wait(1)
+    wait.awaited = lambda: [1, 2]
+    three.watch.begin(wait)
+    three.leave(2, bye)
+    found = later(three.watch.explain, None, "closed", wait)
+    if culprit is None:
+        three.answer(1, place(7, "barrier"))
+    assert found.result(10.0) == Verdict(culprit, text)
+
+
 def test_a_failed_wait_for_one_whose_bye_comes_late_says_so(peers, later):
     three = peers()
     wait = Wait(1)

@@ -318,8 +318,10 @@ class Detector:
         failed = Verdict(peer, f"{what} failed ({text})")
 
         def reason() -> Verdict:
-            left = None if peer is None else self.leavers.get(peer)
-            return failed if peer is None or left is None else on_leaver(peer, left)
+            leaver = peer if peer in self.leavers else None
+            if peer is None and wait is not None:  # of a device's library: any that is awaited
+                leaver = leaver_to_blame(wait.awaited(), self.leavers, self._progress().entered)
+            return failed if leaver is None else on_leaver(leaver, self.leavers[leaver])
 
         # its control link may say more at once: that it died, or left, or another's verdict
         if self.news() is None and reason() is failed:
