@@ -197,7 +197,7 @@ TOLD = {
         r"inputs\[2\] has dtype torch.float64": lambda x: ([*x[:2], x[2].double()],),
         r"dtype: .*float32, rank 1 has torch.float64": lambda x: ([t.double() for t in x],),
         r"inputs\[0\] is of layout torch.sparse_coo": lambda x: ([t.to_sparse() for t in x],),
-        r"inputs\[0\] is nested: pass a strided": lambda x: ([NESTED] * 3,),
+        r"inputs\[0\] is nested, which to_padded_tensor\(\) makes plain": lambda x: ([NESTED] * 3,),
         r"inputs\[0\] is on the meta device": lambda x: ([t.to("meta") for t in x],),
     },
     "exchange": {
@@ -209,7 +209,7 @@ TOLD = {
         r"to\[0\] is on the meta device": lambda r, to: (r, [to[0].to("meta"), None, None]),
         r"row shape: .* \(2,\), rank 1 has \(1,\)": lambda r, to: (r[:, :1], to),
         "rows has no dimension": lambda r, to: (r[0, 0], to),
-        "rows is nested: pass a strided": lambda r, to: (NESTED, to),
+        r"rows is nested, which to_padded_tensor\(\) makes plain: pass": lambda r, to: (NESTED, to),
         "rows is on the meta device": lambda r, to: (r.to("meta"), to),
     },
     "all_reduce": {

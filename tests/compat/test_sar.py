@@ -143,8 +143,9 @@ WRONG = {
     "with data": lambda rank, send: sar.all_to_all(
         [*recv_of((2,), (2,)), torch.ones(2, device="meta" if rank == 1 else "cpu")], send
     ),
-    "rank 2: recv_tensors[0] is nested: pass a strided tensor with data": lambda rank, send: (
-        sar.all_to_all([nested() if rank == 2 else torch.ones(2), *recv_of((2,), (2,))], send)
+    "rank 2: recv_tensors[0] is nested, which to_padded_tensor() makes plain: pass a strided "
+    "tensor with data": lambda rank, send: sar.all_to_all(
+        [nested() if rank == 2 else torch.ones(2), *recv_of((2,), (2,))], send
     ),
     "rank 0: red_tensor is of no shape yet: pass a strided tensor with data": lambda rank, send: (
         sar.all_reduce(send[0] if rank else torch.nn.UninitializedParameter(), "sum")

@@ -23,10 +23,22 @@ def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
-def nested():
+def nested(layout=torch.strided):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
-        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+def quantized():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor")
+        return torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+
+
+def csr():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        return torch.ones(2, 2).to_sparse_csr()
 
 
 def corner():
@@ -69,13 +81,21 @@ WRONG = [
     ("dimension 1 is cut, and rank", corner, ones(2), ones(2)),
     ("differ in dtype: ranks 0, 1, 2 have .* rank 3 has torch.fl", corner, ones(2, 2).double()),
     (
-        "dense tensors, and this one is of layout torch.sparse_coo: pass",
+        r"dense tensors, and this one is of layout torch.sparse_coo, which to_dense\(\) makes",
         corner,
         ones(2, 2).to_sparse(),
     ),
+    (r"one is of layout torch.sparse_csr, which to_dense\(\)", corner, csr()),
+    (r"one is of layout torch._mkldnn, which to_dense\(\)", corner, ones(2, 2).to_mkldnn()),
+    (
+        r"one is quantized, which int_repr\(\) or dequantize\(\) makes plain: pass",
+        corner,
+        quantized(),
+    ),
     ("this one is on the meta device.*: pass one with data", corner, ones(2, 2).to("meta")),
     ("one is a FakeTensor, which cannot be read .*: pass a plain", corner, FAKE, ones(200, 200)),
-    ("rank 3: .* dense tensors, and this one is nested: pass one with", corner, nested()),
+    (r"rank 3: .* this one is nested, which to_padded_tensor\(\) makes", corner, nested()),
+    (r"one is nested, which to_padded_tensor\(\) makes", corner, nested(torch.jagged)),
     ("is a UninitializedParameter, which cannot", corner, torch.nn.UninitializedParameter()),
     ("rank 3: AllGather takes a tensor, not a list", corner, [1.0]),
     (r"differ in arguments: .*rank 3 has dims=\(0, 1\), lengths=", OTHER_LENGTHS, ones(5, 4)),
@@ -166,6 +186,8 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: nn.HaloExchange(P(3), [1, 1]), "pass a width of at least 0 for each"),
         (lambda: nn.HaloExchange(P(3), 1.5), "pass an integer"),
         (lambda: nn.HaloExchange(P(3), np.ones((1, 2), int)), "pass an integer, or for each dim"),
+        (lambda: nn.HaloExchange(P((1, 3)), torch.tensor([2])), "pass an integer, or for each dim"),
+        (lambda: nn.HaloExchange(P(3), [torch.tensor([2])]), "pass an integer, or for each dim"),
         (lambda: nn.HaloExchange(P(3), lambda cell: -cell[0]), "width is -1, .* of at least 0"),
         (lambda: nn.HaloExchange(P(3), lambda cell: None), "width is None: pass an integer"),
         (lambda: nn.HaloExchange(P(3), 1, "reflect"), "boundary 'reflect' is unknown: use zero or"),

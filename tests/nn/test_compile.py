@@ -115,6 +115,20 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(group):
     assert torch.equal(code(data(group, 2)), 2 * layer(2 * data(group, 2)))
 
 
+@spmd(2, on=("processes",), timeout=40.0)
+def test_a_memory_format_stays(group):
+    halo = weft.nn.HaloExchange(weft.Partition((1, 1, 2)), 1)
+
+    def model(x):
+        return halo(x * 2) * 2
+
+    x = data(group, 2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    y = torch.compile(model, backend="aot_eager")(x)
+    assert y.is_contiguous(memory_format=torch.channels_last) and torch.equal(y, model(x))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(dx, torch.autograd.grad(model(x), x, torch.ones_like(y))[0])
+
+
 def reduced(x):
     return weft.all_reduce(x)
 

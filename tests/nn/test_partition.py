@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ def test_grids_of_grids(group):
     assert grid.union(P(2, ranks=[5, 1]), P(1)).ranks == (4, 2, 0, 5, 1)
     with pytest.raises(AttributeError, match="cannot assign to field"):
         grid.shape = (4,)
+    many = grid.like((40,), range(0, 80, 2))
+    assert re.search(r"40 of ranks 0, 2, .*, 28, 30, \.\.\. \(digest", many.brief), many.brief
     assert P(2, group=group).union(P(2)).ranks == (0, 1)  # the default group is this one
     with (
         group.split(range(6)) as twin,
@@ -126,11 +129,23 @@ def test_every_dtype(group, name):
     assert torch.equal(y.to(torch.complex128), wanted.to(torch.complex128))
 
 
+MOVES = {
+    "all_gather": lambda: nn.AllGather(P(3), 0),
+    "halo_exchange": lambda: nn.HaloExchange(P(3), 2),
+    "repartition": lambda: nn.Repartition(P((3, 1)), P((1, 3))),
+    "all_to_all": lambda: nn.AllToAll(P(3), (0, 1)),
+    "broadcast": lambda: nn.Broadcast(P(3), 0),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("side", [3, 300])  # with the handshake, and by itself
 @spmd(3, on=("threads", "device"))
-def test_what_torch_cannot_copy_is_an_error_on_every_rank(group, side):
-    layer = nn.AllGather(P(3), 0)
+def test_what_torch_cannot_copy_is_an_error_on_every_rank(group, move, side):
+    layer = MOVES[move]()
     square = torch.arange(side * side).to(torch.uint8).view(side, side) + group.rank
+    if move == "broadcast" and group.rank:
+        square = torch.empty(0, dtype=torch.uint8)
     expected = layer(square)
     for x in (square, square.t()):
         text = r"rank \d: .* of torch.uint4, which torch does not copy: pass x.view\(torch.uint8"

@@ -62,7 +62,7 @@ def of_four_bits(values):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (quantized, "indices or values are quantized"),
+        (quantized, r"the tensor of values is quantized, which int_repr\(\) or dequantize\(\)"),
         (of_four_bits, "values are torch.uint4, which torch does not copy: view another dtype"),
     ],
 )

@@ -25,7 +25,9 @@ Shape = tuple[int, ...]
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether all of a tensor is in memory, with strides: no sparse, nested, meta or lazy one is.
+    """Whether a tensor is plain values in memory, with strides.
+
+    No sparse, nested, quantized, meta or lazy one is.
 
     Nor does one that is made of others, such as a DTensor: that has its own ways to move.
 
@@ -37,7 +39,7 @@ def has_elements(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor and (is_lazy(tensor) or is_made_of_others(tensor)):
         return False
     # nested tensors of the older kind have a strided layout, and no shape
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     try:
         start, end = extent(tensor)
@@ -60,7 +62,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def lacking(tensor: Tensor) -> str:
-    """What a tensor without elements is, for error messages.
+    """What a tensor without elements is, and what makes it plain, for error messages.
 
     Example:
         >>> import torch
@@ -70,7 +72,7 @@ def lacking(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "of no shape yet"
     if tensor.is_nested:
-        return "nested"
+        return "nested, which to_padded_tensor() makes plain"
     if is_made_of_others(tensor):
         plain = ", which to_local() makes plain" if hasattr(tensor, "to_local") else ""
         return f"a {type(tensor).__name__}{plain}"
@@ -80,11 +82,11 @@ def lacking(tensor: Tensor) -> str:
         return "in a transform such as torch.func.grad or vmap, which this call does not follow"
     if tensor.layout == torch.strided:
         if tensor.is_quantized:
-            return "quantized"
+            return "quantized, which int_repr() or dequantize() makes plain"
         if tensor.data_ptr():
             return "larger than its memory: the storage was made smaller"
         return "without memory: it was freed, or stands for zeros"
-    return f"of layout {tensor.layout}"
+    return f"of layout {tensor.layout}, which to_dense() makes plain"
 
 
 def unreadable(tensor: Tensor) -> str | None:
@@ -96,7 +98,7 @@ def unreadable(tensor: Tensor) -> str | None:
         >>> unreadable(torch.ones(2, device="meta"))
         'on the meta device, where nothing is held: pass one with data'
     """
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+    if type(tensor) in (Tensor, torch.nn.Parameter) or tensor.is_nested:
         return None if has_elements(tensor) else f"{lacking(tensor)}: pass one with data"
     try:
         as_bytes(plain(tensor.detach()))[:1].cpu().tolist()

@@ -220,7 +220,7 @@ class Moved:
 
 def _untakable(x: Tensor) -> str | None:
     """Why a layer cannot take a tensor, and the remedy; None if it can."""
-    if not serves(torch.clone, x.dtype):
+    if not (x.is_quantized or serves(torch.clone, x.dtype)):
         return f"of {x.dtype}, which torch does not copy: pass x.view(torch.uint8)"
     if type(x).__name__ == "DTensor":
         return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from torch import Tensor
+
+from ..base.arguments import is_a
 from ..base.errors import WeftError
 from ..base.tensors import Shape
 from .grid import Box
@@ -188,7 +191,7 @@ def _widths(partition: Partition, width: Any) -> Widths:
         found: Widths = ()
         for each in by_dim:
             before, after = each if isinstance(each, Sequence) else (each, each)
-            found += ((operator.index(before), operator.index(after)),)
+            found += ((_integer(before), _integer(after)),)
     except (TypeError, ValueError) as error:
         raise WeftError(
             f"HaloExchange: width is {width!r}: pass an integer, or for each dimension an integer "
@@ -200,3 +203,14 @@ def _widths(partition: Partition, width: Any) -> Widths:
             "least 0 for each dimension"
         )
     return found
+
+
+def _integer(given: Any) -> int:
+    """An integer, which a tensor is not, though one of a single element passes for that element.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if is_a(given, Tensor):
+        raise TypeError("a tensor is no integer")
+    return operator.index(given)

@@ -300,7 +300,9 @@ class Partition:
             which = f"rank {last}" if self.size == 1 else f"ranks {self.ranks[0]} to {last}"
         else:
             named = ", ".join(map(str, self.ranks))
-            which = summed_up(f"ranks {named}", _NAMED, f"ranks {named[:_NAMED]}...")
+            which = summed_up(
+                f"ranks {named}", _NAMED, f"ranks {named[:_NAMED].rpartition(',')[0]}, ..."
+            )
         return f"{shape} of {which}"
 
 

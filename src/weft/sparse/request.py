@@ -316,8 +316,6 @@ def readable(given: Rows) -> Rows:
         )
     if wrong := wrong_row_shape(values.shape[1:]):
         raise WeftError(f"the values {wrong}")
-    if indices.is_quantized or values.is_quantized:  # their scale is not in their memory
-        raise WeftError("indices or values are quantized: pass them dequantized")
     if not serves(torch.clone, values.dtype):
         raise WeftError(f"values are {values.dtype}, which torch does not copy: view another dtype")
     if indices.device != values.device:
