@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
@@ -155,7 +157,7 @@ def some_ranks(group, mesh):
             r"mesh of 3 of ranks 1 to 3, which has not the ranks of the grid, 2 of ranks .*: conv"
         )
         if not strange.active:  # it waits for nobody
-            text = "does not concern this rank"
+            text = f"^rank {group.rank}: .*{text}"
         with pytest.raises(weft.WeftError, match=text):
             nn.from_dtensor(x, strange)
         with pytest.raises(weft.WeftError, match=text):
@@ -186,6 +188,15 @@ def some_ranks(group, mesh):
             with pytest.raises(weft.WeftError, match="2 of ranks 3, 1, whose ranks do not ascend"):
                 program()
         assert nn.AllSumReduce(pair, 0)(torch.ones(1)).item() == 2
+
+
+def cut_from_the_right(mesh, whole):
+    """A DTensor that the last mesh dimension cuts first: its order tells it from one cut first."""
+    x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+    column, row = mesh.get_coordinate()
+    local = whole.chunk(mesh.size(1))[row].chunk(mesh.size(0))[column]
+    order = (ShardOrderEntry(0, (1, 0)),)
+    return DTensor(local, replace(x._spec, shard_order=order), requires_grad=False)
 
 
 def faults(group, mesh):
@@ -251,22 +262,24 @@ def faults(group, mesh):
         fails(text, nn.to_dtensor, shard, grid, line, placements)
     for placements, text in (
         ([None], r"rank 1 has placements \[None\] on a mesh of"),
-        (None, "rank 1: TypeError: Value after . must be an iterable"),
+        (None, "rank 1: to_dtensor: placements is None: pass a list with a Shard for"),
+        (Shard(0), r"rank 1: to_dtensor: placements is Shard\(dim=0\): pass a list"),
     ):
         ours = placements if group.rank == 1 else [Shard(0)]
         fails(text, nn.to_dtensor, one, grid, line, ours)
     ours = None if group.rank == 1 else line
-    fails(
-        "rank 1: AttributeError: 'NoneType' object has no",
-        nn.to_dtensor,
-        one,
-        grid,
-        ours,
-        [Shard(0)],
-    )
+    text = "rank 1: to_dtensor: a NoneType is no DeviceMesh: pass one"
+    fails(text, nn.to_dtensor, one, grid, ours, [Shard(0)])
 
     strided = DTensor.from_local(torch.ones(1), mesh, [STRIDED, Shard(0)])
     fails("it takes a Shard of .* for each", nn.from_dtensor, strided, grid)
+    from_right = cut_from_the_right(mesh, torch.arange(8))
+    assert from_right.to_local().tolist() != nested.to_local().tolist() or group.rank in (0, 3)
+    text = r"cut along the mesh dimensions in the order .*1, 0.*: redistribute\(\) to Replicate"
+    fails(text, nn.from_dtensor, from_right, grid)
+    again = from_right.redistribute(placements=[Replicate()] * 2)
+    again = again.redistribute(placements=[Shard(0)] * 2)
+    assert torch.equal(nn.from_dtensor(again, grid), part(grid, torch.arange(8)))
     number = distribute_tensor(torch.tensor(1.0), line, [Replicate()])
     fails(r"of a tensor of shape \(\): it takes", nn.from_dtensor, number, grid)
 
@@ -283,7 +296,10 @@ def group_of_its_own(group, mesh):
     assert torch.equal(nn.from_dtensor(y, grid), x)
     awaited = all_reduce(x, "sum", pair)  # a subclass that can be read
     assert nn.AllGather(grid, 0)(awaited).tolist() == [2, 4, 2, 4]
-    with pytest.raises(weft.WeftError, match=r"mesh of 2x2 .* has not the ranks of the grid"):
+    text = (
+        r"a mesh of 2x2 of ranks 0 to 3, .* 2 of ranks 0 to 1 \(rank 0 of torch's default group is"
+    )
+    with pytest.raises(weft.WeftError, match=text):
         nn.to_dtensor(x, grid, mesh, [Shard(0), Shard(0)])
 
 

@@ -326,6 +326,17 @@ def has_run(ddp_model: torch.nn.Module) -> bool:
     return any(p.grad is not None for p in ddp_model.parameters()) if ran is None else bool(ran)
 
 
+# DTensor -------------------------------------------------------------------------------------
+
+
+def shard_order(tensor: Any) -> Sequence[Any]:
+    """In which order mesh dimensions cut a DTensor: (tensor dimension, mesh dimensions) in turn.
+
+    Nothing where this release of torch keeps no order besides the placements.
+    """
+    return getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+
+
 # Process groups ------------------------------------------------------------------------------
 
 

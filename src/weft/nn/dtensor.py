@@ -5,10 +5,10 @@ it is a tensor that is cut along a grid (`Layout`), by `torch.chunk`: parts of c
 the last ones shorter or empty; each mesh dimension cuts what the ones before it left. Repartition
 moves it between that grid and the caller's. What has other placements its owner redistributes.
 
-Three kinds of DTensors are errors on every rank, because PyTorch 2.13 computes wrong values of
-them: those that were made of other shards than PyTorch would cut, those whose placements are
-strided, and those on a mesh whose ranks do not ascend: there PyTorch moves data in the order of the
-ranks, and computes shapes in the order of the mesh.
+Some DTensors are errors on every rank, because values would be wrong: those that were made of other
+shards than PyTorch would cut, those that are cut in another order of the mesh dimensions than from
+left to right, those whose placements are strided, and those on a mesh whose ranks do not ascend:
+there PyTorch moves data in the order of the ranks, and computes shapes in the order of the mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..base._torch import shard_order
 from ..base.arguments import is_a
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
@@ -32,7 +34,6 @@ from .repartition import Repartition, RepartitionSpec
 from .spec import Lengths, checked_lengths, fitting
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -> Tensor:
     """Convert a DTensor to this rank's shard on a grid. Differentiable.
 
-    Collective among the ranks of the grid, which are those of the mesh. The gradient is a DTensor
-    with the same mesh and placements.
+    Collective among the ranks of the grid, which are those of the mesh; other ranks wait for
+    nobody. The gradient is a DTensor with the same mesh and placements.
 
     Args:
         x: a dense DTensor whose placements are Shard, also several along one dimension. Its mesh
@@ -56,9 +57,10 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
         The shard, a new tensor; a tensor without elements on ranks that are not in the grid.
 
     Raises:
-        WeftError: `x` is no DTensor, has other shards than its placements say, other placements
-            than Shard, or a mesh of other ranks, or of ranks that do not ascend; or `lengths` do
-            not fit; the same text on every rank of the grid.
+        WeftError: `x` is no DTensor, has other shards than its placements say, or cut in another
+            order, other placements than Shard, or a mesh of other ranks, or of ranks that do not
+            ascend; or `lengths` do not fit; the same text on every rank of the grid. A rank outside
+            of it raises for itself.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -74,12 +76,18 @@ def from_dtensor(x: DTensor, partition: Partition, *, lengths: Lengths = None) -
 
     name = "from_dtensor"
     if not partition.active:
-        return outside(name, partition.group, x)
+        return _outside(name, partition, x, getattr(x, "device_mesh", None))
     with preparing(among(partition.group, tuple(sorted(partition.ranks))), name):
         if not isinstance(x, DTensor):
             raise WeftError(f"{name} takes a DTensor, not a {type(x).__name__}")
+        order = shard_order(x)
+        if any(list(dims) != sorted(dims) for _, dims in order):
+            raise WeftError(
+                f"{name}: this DTensor is cut along the mesh dimensions in the order {order}: "
+                "redistribute() to Replicate, and then to shards"
+            )
         shape = tuple(x.shape)
-        cells = _cells(partition, x.device_mesh)
+        cells = _cells(name, partition, x.device_mesh)
         text = f"a DTensor of shape {shape} with {_text(cells, x.placements)}"
         grid, parts = _layout(name, partition, cells, x.placements, shape)
         places = zip(parts, grid.cells[partition.rank], strict=True)
@@ -101,7 +109,8 @@ def to_dtensor(
 ) -> DTensor | Tensor:
     """Convert a tensor that is cut along a grid to a DTensor. Differentiable.
 
-    Collective among the ranks of the grid, which are those of the mesh.
+    Collective among the ranks of the grid, which are those of the mesh; other ranks wait for
+    nobody.
 
     Args:
         x: this rank's shard, of any lengths that fit together; on ranks that are not in the grid a
@@ -111,13 +120,13 @@ def to_dtensor(
         placements: a Shard for each dimension of the mesh.
 
     Returns:
-        The DTensor. Ranks that are not in the grid get a plain tensor without elements, and wait
-        for nobody.
+        The DTensor; a plain tensor without elements on ranks that are not in the grid.
 
     Raises:
         WeftError: the shards do not fit together; there is not one placement for each dimension of
             the mesh, or one is of a dimension that does not exist, or no Shard; or the mesh has
-            other ranks, or some that do not ascend; the same text on every rank of the grid.
+            other ranks, or some that do not ascend; the same text on every rank of the grid. A rank
+            outside of it raises for itself.
         WireError: a peer or a link failed; names the culprit. The group is lost.
 
     Example:
@@ -131,13 +140,18 @@ def to_dtensor(
     name = "to_dtensor"
     group = partition.group
     if not partition.active:
-        return outside(name, group, x)
+        return _outside(name, partition, x, mesh)
     ranks = tuple(sorted(partition.ranks))
     with preparing(among(group, ranks), name):
         if not is_a(x, Tensor):
             raise WeftError(f"{name} takes a tensor, not a {type(x).__name__}")
+        if not isinstance(placements, Sequence):
+            raise WeftError(
+                f"{name}: placements is {placements!r}: pass a list with a Shard for each "
+                "dimension of the mesh"
+            )
         operand = Operand(tuple(x.shape), needs=False, records=True)
-        cells = _cells(partition, mesh)
+        cells = _cells(name, partition, mesh)
         text = _text(cells, placements)
     fields = {"partition": partition.brief, "arguments": text, "dtype": None}
 
@@ -191,18 +205,13 @@ def _layout(
         shape: of the whole tensor.
 
     Raises:
-        WeftError: the mesh is of other ranks, or there is a mesh or a placement of which PyTorch,
-            or the conversion, would make other values.
+        WeftError: there is a mesh or a placement of which PyTorch, or the conversion, would make
+            other values.
     """
     from torch.distributed.tensor import Shard
 
     text = _text(cells, placements)
     ranks = np.reshape(cells.ranks, cells.shape)
-    if {*ranks.flat} != {*partition.ranks}:
-        raise WeftError(
-            f"{name}: {text}, which has not the ranks of the grid, {partition.brief}: convert on a "
-            "grid of the mesh's ranks, and move the shards by weft.nn.Repartition"
-        )
     for dim in range(ranks.ndim):
         if not (np.diff(ranks, axis=dim) > 0).all():
             raise WeftError(
@@ -225,10 +234,43 @@ def _layout(
     return Layout(grid, lengths)
 
 
-def _cells(partition: Partition, mesh: DeviceMesh) -> Partition:
-    """A mesh as a grid of its ranks, as the group of a partition counts them."""
-    ranks = ranks_in(partition.group_handle, mesh.mesh.flatten().tolist())
-    return partition.like(tuple(mesh.mesh.shape), ranks)
+def _outside(name: str, partition: Partition, x: Tensor, mesh: object) -> Tensor:
+    """What a rank gets that is not in the grid. Nothing is sent.
+
+    Args:
+        mesh: what it passes as one, which may be none here.
+
+    Raises:
+        WeftError: the mesh has other ranks than the grid, or `x` has elements; on this rank alone.
+    """
+    group = partition.group
+    with preparing(among(group, (group.rank,)), name):
+        if isinstance(mesh, DeviceMesh):
+            _cells(name, partition, mesh)
+    return outside(name, group, x)
+
+
+def _cells(name: str, partition: Partition, mesh: DeviceMesh) -> Partition:
+    """A mesh as a grid of its ranks, as the group of a partition counts them.
+
+    Raises:
+        WeftError: it is no mesh, or has other ranks than the partition.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise WeftError(f"{name}: a {type(mesh).__name__} is no DeviceMesh: pass one")
+    shape = tuple(mesh.mesh.shape)
+    numbers = mesh.mesh.flatten().tolist()  # as torch's default group counts
+    ranks = ranks_in(partition.group_handle, numbers)
+    places = zip(numbers, ranks, strict=True)
+    strange = [number for number, rank in places if rank not in partition.cells]
+    if strange or len(ranks) < partition.size:
+        which = f" (rank {strange[0]} of torch's default group is not in it)" if strange else ""
+        raise WeftError(
+            f"{name}: a mesh of {partition.like(shape, numbers).brief}, which has not the ranks of "
+            f"the grid, {partition.brief}{which}: convert on a grid of the mesh's ranks, and move "
+            "the shards by weft.nn.Repartition"
+        )
+    return partition.like(shape, ranks)
 
 
 def _chunks(length: int, count: int) -> list[int]:
