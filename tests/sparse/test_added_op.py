@@ -21,10 +21,10 @@ def larger(left, right):
 
 @pytest.fixture
 def added(monkeypatch):
-    with pytest.raises(weft.WeftError, match="op 'absmax' is unknown"):  # nobody remembers that
-        run(1, lambda group: weft.all_reduce(torch.ones(1), "absmax"))
-    op = Op("absmax", larger, TAKES, "signed numbers, the values are {dtype}")
-    monkeypatch.setitem(OPS, "absmax", op)
+    with pytest.raises(weft.WeftError, match="op 'furthest' is unknown"):  # nobody remembers that
+        run(1, lambda group: weft.all_reduce(torch.ones(1), "furthest"))
+    op = Op("furthest", larger, TAKES, "signed numbers, the values are {dtype}")
+    monkeypatch.setitem(OPS, "furthest", op)
 
 
 def values(rank, dtype=torch.float32):
@@ -43,7 +43,7 @@ def expected(ranks, dtype=torch.float32):
 def test_each_algorithm_has_it(added, algorithm):
     def program(group):
         rows = weft.Rows(torch.arange(20_000), values(group.rank), height=20_000)
-        return weft.sparse_all_reduce(rows, "absmax", algorithm=algorithm).values
+        return weft.sparse_all_reduce(rows, "furthest", algorithm=algorithm).values
 
     for found in run(4, program):
         assert torch.equal(found, expected(4))
@@ -51,7 +51,7 @@ def test_each_algorithm_has_it(added, algorithm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_dense_reductions_have_it(added, dtype):
-    for found in run(3, lambda group: weft.all_reduce(values(group.rank, dtype), "absmax")):
+    for found in run(3, lambda group: weft.all_reduce(values(group.rank, dtype), "furthest")):
         assert torch.equal(found, expected(3, dtype))
 
 
@@ -60,12 +60,12 @@ def test_what_it_does_not_take_and_its_gradient_are_refused(added):
         texts = []
         for wrong in (torch.ones(2, dtype=torch.uint16), torch.ones(2, dtype=torch.uint8)):
             with pytest.raises(weft.WeftError) as caught:
-                weft.all_reduce(wrong, "absmax")
+                weft.all_reduce(wrong, "furthest")
             texts.append(str(caught.value))
-        with pytest.raises(weft.WeftError, match="op absmax has no gradient here"):
-            weft.all_reduce(torch.ones(2, requires_grad=True), "absmax")
+        with pytest.raises(weft.WeftError, match="op furthest has no gradient here"):
+            weft.all_reduce(torch.ones(2, requires_grad=True), "furthest")
         return texts
 
     first, second = run(2, program)[1]
     assert "values of torch.uint16 are not supported" in first
-    assert "op absmax is for signed numbers, the values are torch.uint8" in second
+    assert "op furthest is for signed numbers, the values are torch.uint8" in second

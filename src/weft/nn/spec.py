@@ -5,8 +5,9 @@ integers only. So every rank makes the same plan, or raises the same error. A la
 torch.nn.Module with a spec; its adjoint is the transpose of the plan.
 
 To add a layer, subclass `Spec`, define `plan`, and put a `Layer` around it
-(docs/to-write-a-layer.md). A layer that works within the slices of one grid is a `Movement`
-(`slices`).
+(docs/to-write-a-layer.md). A layer from one form of a slice's tensor to another is a `Movement`
+(`slices`); another one within the slices of a grid subclasses `SliceSpec`, as `all_to_all` does,
+and so its ranks wait for those of their slice alone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ decides, so RANK and WORLD_SIZE, which a person can set, come first.
 
 To read another launcher, add a function that returns a `Launch` or None, and name it in `_READERS`,
 before those whose variables this launcher sets, too. Its own variable belongs in `VARIABLES`, and
-no more in `UNREAD`. Where ranks meet follows from the `Launch` (`places.place`). docs/launch.md has
-a table of launchers.
+no more in `UNREAD`. Where ranks meet follows from the `Launch` (`places.place`): on several
+machines it must have `known` and `head`, or `has_mpi`, else the user names a place. docs/launch.md
+has a table of launchers.
 
 The variables are those of the launchers' manuals: torchrun, Open MPI (mpirun, "Environmental
 Variables"), MPICH and Intel MPI (Hydra), Slurm (srun, "OUTPUT ENVIRONMENT VARIABLES").
@@ -58,7 +59,9 @@ class Launch:
         rank: this process's number.
         size: how many processes there are.
         local_rank: its number on this machine.
-        local_size: how many processes there are on this machine.
+        local_size: how many processes there are on this machine. If they are all, and the launcher
+            tells no place, ranks meet in a file of this machine: so where a launcher does not say
+            how many they are, it must say whether there are several machines.
         job: the launcher's name of the job, which no other job has at the same time; empty if it
             has no name.
         head: the host of rank 0, if the launcher tells it.
