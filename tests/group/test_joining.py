@@ -7,10 +7,12 @@ import re
 import time
 
 import pytest
+import torch.distributed as dist
 
 import weft
 from weft.base.pace import patient
 from weft.failure import control
+from weft.group import joining
 from weft.testing import processes, run, spmd
 from weft.wire.tcp.listener import Listener
 
@@ -168,3 +170,27 @@ def test_a_part_and_a_line_wait_as_long_as_their_group_does_by_now(group):
         own.add_line()
         with own.split([1, 0]) or own as part:
             assert (part.timeout, own.line.timeout) == (41.0, 41.0)
+
+
+def hosted():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [(hosted, OSError("no route")), (dist.HashStore, RuntimeError("no route"))],
+)
+def test_the_host_of_a_store_is_not_to_blame_for_sockets_nor_where_there_is_none(
+    made, error, monkeypatch
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(joining, "join_links", fail)
+    monkeypatch.setattr(joining, "HELD_UP", 0.1)
+    store = made()
+    with pytest.raises(
+        weft.WireError, match=r"it was not joined \(timeout 9 s\): no route"
+    ) as told:
+        joining.connect(store, 0, 2, 9.0)
+    assert told.value.culprit is None

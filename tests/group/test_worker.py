@@ -828,6 +828,13 @@ class TestAnErrorThatNobodyWaitsFor:
         group.close()
         assert len(caplog.messages) == 1 and "rank 1 died" in caplog.text
 
+    def test_of_a_group_that_broke_is_told_when_it_is_closed(self, group, caplog):
+        error = WireError("rank 0: rank 1 died", rank=0, culprit=1)
+        works = [self.fail(group, error) for _ in range(3)]
+        group.close()
+        del works
+        assert len(caplog.messages) == 1 and "rank 1 died" in caplog.text
+
     def test_is_told_at_exit(self, programs):
         program = """
             import torch, weft
