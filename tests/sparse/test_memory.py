@@ -38,6 +38,7 @@ WORLDS = [
     ("split", "disjoint", "aaaabbbb"),
     ("split", "identical", "aabbccdd"),
     ("split", "disjoint", "aaab"),
+    ("doubling", "disjoint", "aaa"),
 ]
 
 
