@@ -1,4 +1,4 @@
-"""Which tensors can be sent, which go along with an opening, and how the others move in rounds."""
+"""Which tensors can be sent, which go along with an opening, and how the others move."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def most_to_all(group: Group) -> int:
 
 
 def most_to_each(group: Group) -> list[int]:
-    """For each rank the bytes of a tensor that it alone is told as a call opens, at most: with the
-    statement, where statements are direct."""
+    """For each rank the bytes of a tensor that it alone is told as a call opens, at most.
+
+    They go with the statement, where statements are direct.
+    """
     if not is_direct(group):
         return [ALONG] * group.size
     of_near = min(ALONG, _TOGETHER // max(1, len(group.near)))

@@ -184,7 +184,7 @@ class TorchRounds:
 
     def _exchange(
         self, sent: Tensor, outgoing: list[int], received: Tensor, incoming: list[int]
-    ) -> Queue:
+    ) -> Enqueue:
         """What queues an exchange of bytes with the ranks of this wire: so many of them by rank."""
         if self._is_whole:
             return partial(_all_to_all, received, sent, incoming, outgoing)
@@ -326,7 +326,7 @@ class RoundPending:
 
 # Operations of the group ------------------------------------------------------------------------
 
-Queue = Callable[[Any], None]
+Enqueue = Callable[[Any], None]
 """Queues an operation of the group that it is given, in the current stream."""
 
 
@@ -351,7 +351,7 @@ class Operations:
         self._under_way: deque[Operation] = deque()
         weakref.finalize(self, _hold, self._under_way).atexit = False
 
-    def begin(self, queue: Queue, *memory: Tensor) -> Operation:
+    def begin(self, enqueue: Enqueue, *memory: Tensor) -> Operation:
         """Begin an operation; its memory is held until it is through.
 
         Raises:
@@ -361,19 +361,19 @@ class Operations:
             group = self._group()
             if group is None:
                 raise RuntimeError("it was destroyed")
-            return self._begin(queue, group, memory)
+            return self._begin(enqueue, group, memory)
         except RuntimeError as error:  # no backend says which rank it is about
             failure = self.fail(Failure("lost", None, f"the process group failed: {error}"))
             raise WireFailed(failure) from error
 
-    def _begin(self, queue: Queue, group: Any, memory: tuple[Tensor, ...]) -> Operation:
+    def _begin(self, enqueue: Enqueue, group: Any, memory: tuple[Tensor, ...]) -> Operation:
         self._drop_ended()
         current = torch.accelerator.current_stream(self.device)
         before = torch.Event(self.device)
         before.record(current)
         with self._entered() as stream:
             stream.wait_event(before)
-            queue(group)
+            enqueue(group)
             behind = torch.Event(self.device)
             behind.record(stream)
         operation = Operation(self, behind, current, memory)

@@ -127,7 +127,7 @@ def all_to_all(
     Args:
         recv_tensors: a tensor for each rank, on any device, with the dtype and the number of
             elements of what that rank sends; its shape may be another. It may have no elements. No
-            two may lie one within the other, as the columns of a matrix do.
+            two may lie in the same memory, as the columns of a matrix do.
         send_tensors: a tensor for each rank; all of one dtype.
         move_to_comm_device: without effect: what must be moved is.
 
@@ -290,7 +290,7 @@ def _check_place(name: str, place: Any) -> None:
 
 
 def _check(places: Any, came: Sequence[Tensor]) -> None:
-    """Check that receive buffers fit what arrived, and do not lie one within another.
+    """Check that receive buffers fit what arrived, and do not lie in the same memory.
 
     Raises:
         WeftError: they do not.

@@ -134,7 +134,7 @@ def _take_ranges(
     request.fields["ranges"] = "balanced" if ranges is None else None
     if ranges is None or request.error is not None:
         return None
-    with request:
+    with request:  # which keeps what is raised here, so that all ranks are told
         chosen = _checked(ranges, size)
         request.fields["ranges"] = _spelled(chosen)
         return chosen
