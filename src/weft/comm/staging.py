@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking, serves
 from ..call.opening import is_direct
-from ..group.channels import ROUNDS
+from ..group.channels import TENSORS
 from ..group.group import Group
 
 ALONG = 128 << 10
@@ -86,4 +86,4 @@ def moved(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, T
         (p, incoming[p]) for p in reversed(group.peers) if p in incoming and incoming[p].numel()
     ]
     if outgoing or incoming or group.features.lockstep:
-        group.post(sends, recvs, ROUNDS).wait()
+        group.post(sends, recvs, TENSORS).wait()

@@ -35,8 +35,8 @@ GATHERS = (OWN + 4, OWN + 5)
 CHAIN = OWN + 6
 """What goes along a chain of ranks."""
 
-ROUNDS = OWN + 7
-"""The rounds of `weft.all_to_all` and `weft.exchange`."""
+TENSORS = OWN + 7
+"""Tensors of `weft.all_to_all` and `weft.exchange`."""
 
 PARAMETERS = OWN + 8
 """Parameters of a module."""
