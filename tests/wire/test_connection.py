@@ -93,7 +93,7 @@ def test_receives_of_long_messages_send_credits(ends):
     for limit in (EAGER + 1, EAGER, EAGER + 1, EAGER):
         connection.expect(6, Receive(limit, Pool()))
     connection.flush()
-    assert bytes_at(theirs) == FRAME.pack(CREDIT, 6, 0, 3)
+    assert bytes_at(theirs) == FRAME.pack(CREDIT, 6, 0, 1) + FRAME.pack(CREDIT, 6, 0, 3)
     theirs.sendall(FRAME.pack(DATA, 9, 2, 0) + bytes(2))
     connection.receive()
     connection.expect(9, Receive(EAGER + 1, Pool()))

@@ -39,9 +39,9 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 | kind     | number | who sends it, and when                                                     |
 |----------|--------|----------------------------------------------------------------------------|
 | 0 DATA   | 0      | who has a message for the socket; its bytes follow                         |
-| 1 CREDIT | n      | who has posted receives of more than `EAGER` bytes, of which the last is   |
-|          |        | the n-th of the channel: messages up to the n-th may come. Not sent where  |
-|          |        | the message is here already, or the peer's segment is mapped               |
+| 1 CREDIT | n      | who has posted a receive of more than `EAGER` bytes, the n-th of the       |
+|          |        | channel: messages up to the n-th may come. Not sent where the message is   |
+|          |        | here already, or the peer's segment is mapped                              |
 | 2 LENT   | offset | who has a message in its segment, in memory of its program                 |
 | 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
@@ -166,10 +166,11 @@ class Receive:
     def __init__(self, want: Tensor | int, pool: Pool) -> None:
         self.tensor: Tensor | None = None
         self._place: memoryview | None = None
-        self.is_sized = isinstance(want, int)
         if isinstance(want, int):
+            self.is_sized = True
             self.limit = want
         else:
+            self.is_sized = False
             self.limit = want.nbytes
             self.tensor = want
             self._place = memory_of(want)
@@ -188,7 +189,7 @@ class Receive:
             lease: Lease = self._pool.lease(length)
             self.tensor = lease.tensor
             self._release = lease.release
-            self._place = memory_of(lease.tensor)
+            self._place = lease.tensor.numpy().data  # the pool's: nobody resizes that
         return self._place
 
     def set_view(self, view: Tensor, release: Callable[[], object]) -> None:
@@ -244,6 +245,7 @@ class Connection:
         peer: the rank at the other end.
         sock: connected, non-blocking; None: not connected yet.
         fd: its number, also after it is closed; -1: there is none yet.
+        polled: the events that the wire polls it for now; 0: none.
         lost: why nothing moves here any more, or "".
         garbled: what the peer sent that is no message, or "".
         is_far: whether its socket is one of TCP, over which bytes come packet by packet: all are
@@ -261,6 +263,7 @@ class Connection:
         self.mapped = mapped
         self.sock: socket.socket | None = None
         self.fd = -1
+        self.polled = 0
         self.lost = ""
         self.garbled = ""
         self.is_far = False
@@ -269,7 +272,6 @@ class Connection:
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._receive_count: dict[int, int] = defaultdict(int)  # so far
-        self._credits: dict[int, int] = {}  # up to which of these the peer is yet to be told
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         # of the peer's last WAITS frame, by channel: the number of the message, and its length
         self._waiting: dict[int, tuple[int, int]] = {}
@@ -288,16 +290,14 @@ class Connection:
         self._send_count: dict[int, int] = defaultdict(int)  # so far
         self._last_credit: dict[int, int] = defaultdict(int)  # up to which the peer wants them
         self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
-        self._waits: list[tuple[int, int, int]] = []  # to be sent: channels, lengths and numbers
-        self._rings = False  # a RING frame is to be sent
         # those that need to wait no more, in order, with their channels
         self._admitted: deque[tuple[int, Outgoing]] = deque()
-        self._parts: list[bytes | memoryview] = []  # what is being sent
+        self._parts: list[bytes | bytearray | memoryview] = []  # what is being sent
         self._outgoing: list[Outgoing] = []  # the messages among that
         self._announcements_sent = 0  # LENT and COPIED frames that were sent
         self._unacknowledged: dict[int, Outgoing] = {}  # those not acknowledged, by number
-        self._acknowledgements: list[int] = []  # the numbers of READ frames to be sent
-        self._owed = 0  # the bytes of those messages
+        self._notes = bytearray()  # the frames to be sent that belong to no message
+        self._owed = 0  # the bytes of the messages that READ frames among these are of
         self.due = False
 
     def attach(self, sock: socket.socket) -> None:
@@ -348,7 +348,7 @@ class Connection:
             self.due = True
         if waiting and self._told[channel] < waiting[0].number:
             self._told[channel] = waiting[0].number
-            self._waits.append((channel, waiting[0].nbytes, waiting[0].number))
+            self._note(_WAITS, channel, waiting[0].nbytes, waiting[0].number)
             self.due = True
 
     def flush(self) -> None:
@@ -357,7 +357,7 @@ class Connection:
         if self.sock is None:
             return
         parts = self._parts
-        while not self.lost and (parts or self._admitted or self._has_notes()):
+        while not self.lost and (parts or self._admitted or self._notes):
             if not parts:
                 self._load()
             try:
@@ -381,28 +381,20 @@ class Connection:
 
     def ring(self) -> None:
         """Wake the peer up, if it sleeps; `flush` does it."""
-        self._rings = True
+        self._note(_RING, 0, 0, 0)
         self.due = True
 
-    def _has_notes(self) -> bool:
-        """Whether there are frames to be sent that belong to no message."""
-        return bool(self._credits or self._acknowledgements or self._waits or self._rings)
+    def _note(self, kind: int, channel: int, length: int, number: int) -> None:
+        """Have a frame sent that belongs to no message, before the messages that wait."""
+        self._notes += _FRAME.pack(kind, channel, length, number)
 
     def _load(self) -> None:
         """Load the next frames and messages into `_parts`."""
         parts = self._parts
         size = 0
-        if self._has_notes():
-            notes = [_FRAME.pack(_CREDIT, at, 0, last) for at, last in self._credits.items()]
-            notes += [_FRAME.pack(_READ, 0, 0, number) for number in self._acknowledgements]
-            notes += [_FRAME.pack(_WAITS, *each) for each in self._waits]
-            if self._rings:
-                notes.append(_FRAME.pack(_RING, 0, 0, 0))
-            parts.append(b"".join(notes))
-            self._waits.clear()
-            self._credits.clear()
-            self._acknowledgements.clear()
-            self._rings = False
+        if self._notes:
+            parts.append(self._notes)
+            self._notes = bytearray()
             self._owed = 0
         while self._admitted and size < _TOGETHER and len(parts) < _PARTS:
             channel, send = self._admitted.popleft()
@@ -423,7 +415,7 @@ class Connection:
 
         With the next frame; at once, if the peer waits for it (`awaited`) or much is owed.
         """
-        self._acknowledgements.append(number)
+        self._note(_READ, 0, 0, number)
         self._owed += nbytes
         self.due |= awaited or self._owed > _OWED
 
@@ -446,7 +438,7 @@ class Connection:
         if waiting is not None and waiting[0] == number:
             self._fits(waiting[1], receive)
         if receive.limit > EAGER and self.segment is None:
-            self._credits[channel] = number
+            self._note(_CREDIT, channel, 0, number)
             self.due = True
 
     def _fits(self, length: int, receive: Receive) -> bool:

@@ -53,7 +53,7 @@ from . import shm
 SETS = 1000
 """Of ranks, of which is remembered where their lines are."""
 
-_LOOKS = 40  # at a peer's number before a sleep; with more, other work on this core waits
+LOOKS = 40  # at a peer's number before a sleep; with more, other work on this core waits
 
 
 def architecture() -> str:
@@ -108,7 +108,7 @@ class _Waits(Protocol):
         """Wait for a meeting, and move messages meanwhile."""
 
 
-class _Peers:
+class Peers:
     """Those that a rank meets at once, and where their words lie, for machine code.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Turn:
 
     __slots__ = ("_reached", "address", "numbers", "peers")
 
-    def __init__(self, peers: _Peers, numbers: Sequence[int], reached: Callable[..., int]) -> None:
+    def __init__(self, peers: Peers, numbers: Sequence[int], reached: Callable[..., int]) -> None:
         self.peers = peers
         self.numbers, self.address = _array(numbers)
         self._reached = reached
@@ -172,20 +172,12 @@ class TcpMeeting:
         turn: its numbers.
         message: this rank's.
         messages: all of them, as far as they have come, in the order asked for.
-        missing: how many have not come.
-        is_posted: whether peers can read this rank's.
-        without_room: of one that is not posted, peers that have to read more before.
+        missing: how many it lacks: those that have not come, and this rank's, until peers can read
+            that.
+        without_room: peers that have to read more before they can.
     """
 
-    __slots__ = (
-        "_wire",
-        "is_posted",
-        "message",
-        "messages",
-        "missing",
-        "turn",
-        "without_room",
-    )
+    __slots__ = ("_wire", "message", "messages", "missing", "turn", "without_room")
 
     def __init__(self, wire: _Waits, turn: _Turn, message: bytes | bytearray) -> None:
         self._wire = wire
@@ -193,23 +185,18 @@ class TcpMeeting:
         self.message = message
         self.messages: list[bytes | bytearray | None] = [None] * (turn.peers.count + 1)
         self.messages[turn.peers.own_place] = message
-        self.missing = turn.peers.count
-        self.is_posted = not turn.peers.count
+        self.missing = turn.peers.count and turn.peers.count + 1
         self.without_room: list[int] = []
 
     def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
-        if not self.is_complete():
+        if self.missing:
             self._wire.finish_meeting(self, timeout)
         return [message for message in self.messages if message is not None]
 
     def waiting_for(self) -> list[int]:
         peers = self.turn.peers
         late = {peer for peer in peers.ranks if self.messages[peers.place[peer]] is None}
-        return sorted(late if self.is_posted else late.union(self.without_room))
-
-    def is_complete(self) -> bool:
-        """Whether all messages have come, and peers can read this rank's."""
-        return not self.missing and self.is_posted
+        return sorted(late.union(self.without_room))
 
 
 class Meetings:
@@ -217,7 +204,7 @@ class Meetings:
 
     Attributes:
         rank: this one.
-        under_way: how many are not complete.
+        under_way: how many messages are to be read, or to be left for peers.
         loops: the machine code, by name; `reached`, `find` and `confirm` are some of it.
         peers_of: whom some ranks are, for machine code, by these ranks.
         sleep_count: how often this rank fell asleep.
@@ -267,8 +254,8 @@ class Meetings:
         # by peer: the meetings whose message of it is yet to be read, in order
         self._queues: dict[int, deque[TcpMeeting]] = {peer: deque() for peer in segments}
         self._unposted: deque[TcpMeeting] = deque()
-        self.peers_of: dict[tuple[int, ...], _Peers] = {}
-        self._near = _Peers(self, [wire.rank, *segments])
+        self.peers_of: dict[tuple[int, ...], Peers] = {}
+        self._near = Peers(self, [wire.rank, *segments])
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
         self._zeros, self._zeros_at = _array([0] * len(segments))
         self._entry, self._entry_at = _array([0] * 2)
@@ -282,29 +269,38 @@ class Meetings:
         """The address of an owner's line for another rank."""
         return self._bases[owner] + LINE * (1 + other)
 
-    def begin(self, message: bytes | bytearray, ranks: Sequence[int]) -> TcpMeeting:
+    def peers_among(self, ranks: tuple[int, ...]) -> Peers:
+        """Whom this rank meets, with these ranks.
+
+        Raises:
+            ValueError: they are not distinct ranks of this host, this one among them.
+        """
+        found = self.peers_of.get(ranks)
+        if found is None:
+            near = {self.rank, *self._queues}
+            if self.rank not in ranks or len(set(ranks)) < len(ranks) or not near.issuperset(ranks):
+                raise ValueError(
+                    f"rank {self.rank} cannot meet ranks {[*ranks]}: pass it and some others of "
+                    f"{sorted(near)}, each once"
+                )
+            if len(self.peers_of) >= SETS:
+                self.peers_of.clear()
+            found = self.peers_of[ranks] = Peers(self, ranks)
+        return found
+
+    def begin(self, message: bytes | bytearray, peers: Peers) -> TcpMeeting:
         """Begin a meeting, and post it if there is room."""
-        peers = self._found_peers(tuple(ranks))
         for peer in peers.ranks:
             self._begun[peer] += 1
         turn = _Turn(peers, [self._begun[peer] for peer in peers.ranks], self.reached)
         meeting = TcpMeeting(self._wire, turn, message)
-        if not peers.count:
-            return meeting
-        self.under_way += 1
-        for peer in peers.ranks:
-            self._queues[peer].append(meeting)
-        self._unposted.append(meeting)
-        self._post_all()
+        if meeting.missing:
+            self.under_way += meeting.missing
+            for peer in peers.ranks:
+                self._queues[peer].append(meeting)
+            self._unposted.append(meeting)
+            self._post_all()
         return meeting
-
-    def _found_peers(self, ranks: tuple[int, ...]) -> _Peers:
-        found = self.peers_of.get(ranks)
-        if found is None:
-            if len(self.peers_of) >= SETS:
-                self.peers_of.clear()
-            found = self.peers_of[ranks] = _Peers(self, ranks)
-        return found
 
     def move(self) -> bool:
         """Read all that is there, and post what has room; whether anything was.
@@ -321,10 +317,6 @@ class Meetings:
             has_moved |= self._post_all()
         return has_moved
 
-    def is_begun(self, meeting: TcpMeeting) -> bool:
-        """Look some times whether all peers have begun a meeting."""
-        return meeting.turn.is_begun(_LOOKS)
-
     # posting
 
     def _post_all(self) -> bool:
@@ -332,16 +324,19 @@ class Meetings:
         unposted: deque[TcpMeeting] = deque()
         held_up: dict[int, list[int]] = {}  # by peer: who keeps meetings with it from being posted
         for meeting in self._unposted:
-            peers = meeting.turn.peers
-            without_room = {other for peer in peers.ranks for other in held_up.get(peer, ())}
-            if not meeting.turn.has_room():
-                without_room.update(self._without_room(meeting.turn))
-            if not without_room:
-                self._post(meeting)
-                continue
+            turn = meeting.turn
+            without_room = set[int]()
+            for peer in turn.peers.ranks:
+                if peer in held_up:
+                    without_room.update(held_up[peer])
+            if not turn.has_room():
+                without_room.update(self._without_room(turn))
             meeting.without_room = sorted(without_room)
-            held_up |= dict.fromkeys(peers.ranks, meeting.without_room)
-            unposted.append(meeting)
+            if without_room:
+                held_up |= dict.fromkeys(turn.peers.ranks, meeting.without_room)
+                unposted.append(meeting)
+            else:
+                self._post(meeting)
         has_posted = len(unposted) < len(self._unposted)
         self._unposted = unposted
         return has_posted
@@ -372,8 +367,8 @@ class Meetings:
             length,
             self._sleeps_at,
         )
-        meeting.is_posted = True
-        self._count_if_complete(meeting)
+        meeting.missing -= 1
+        self.under_way -= 1
         if sleepers:
             for peer, sleep in zip(peers.ranks, self._sleeps, strict=False):
                 if sleep:
@@ -406,17 +401,11 @@ class Meetings:
         place = peers.place[peer]
         meeting.messages[place] = bytearray(self._memory[peer][offset : offset + length])
         meeting.missing -= 1
+        self.under_way -= 1
         self._has_read[peer] = number
-        is_awaited = self.confirm(own_line, line, page, number)
-        self._count_if_complete(meeting)
-        if is_awaited:
+        if self.confirm(own_line, line, page, number):  # it sleeps until this was read
             self._ring(peer)
         return True
-
-    def _count_if_complete(self, meeting: TcpMeeting) -> None:
-        """One step of a meeting was its last, maybe."""
-        if meeting.is_complete():
-            self.under_way -= 1
 
     # sleeping
 

@@ -45,6 +45,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 
@@ -159,7 +160,6 @@ class TcpWire:
 
         self.connections: dict[int, Connection] = {}
         self._poll = select.poll()
-        self._polled: dict[int, int] = {}  # the events that each socket is polled for
         self._by_fd: dict[int, Connection] = {}
         # a byte there ends the sleep of whoever waits
         self._alarm: tuple[socket.socket, ...] = socket.socketpair() if size > 1 else ()
@@ -199,6 +199,7 @@ class TcpWire:
         self._awaited: meeting.TcpMeeting | None = None  # by a wait without a limit
         self._is_closing = False  # whoever waits ends that once all is sent
         self._is_closed = False
+        _made.add(self)
         for peer, sock in sockets.items():
             self._on_connected(peer, sock)
 
@@ -287,15 +288,20 @@ class TcpWire:
         return connection.Outgoing(tensor, offset, block)
 
     def meet(self, message: bytes | bytearray, ranks: Sequence[int]) -> meeting.TcpMeeting:
-        self._check_process()  # a thread of the parent may hold `_turn`
-        self._check_meeting(message, ranks)
         with self._turn:
             meetings = self.meetings  # which the handler of a signal may drop
             self._check()
-            assert meetings is not None  # else it is closed, and has failed
+            if meetings is None:
+                raise ValueError(f"rank {self.rank}: no ranks meet over this wire: send messages")
+            if len(message) > MEETS:
+                raise ValueError(
+                    f"rank {self.rank} meets with {len(message)} bytes, where {MEETS} are the "
+                    "most: send them"
+                )
+            peers = meetings.peers_among(tuple(ranks))
             self._is_moving = True
             try:
-                return meetings.begin(message, ranks)
+                return meetings.begin(message, peers)
             except WireFailed as error:  # a peer wrote what cannot be
                 raise WireFailed(self._fail(error.failure)) from None
             except BaseException as error:  # peers may see a half of it
@@ -303,23 +309,6 @@ class TcpWire:
                 raise
             finally:
                 self._is_moving = False
-
-    def _check_meeting(self, message: bytes | bytearray, ranks: Sequence[int]) -> None:
-        """Raise ValueError for arguments of `meet` that cannot be."""
-        rank = self.rank
-        limit = self.features.meets
-        if not limit:
-            raise ValueError(f"rank {rank}: no ranks meet over this wire: send messages")
-        if len(message) > limit:
-            raise ValueError(
-                f"rank {rank} meets with {len(message)} bytes, where {limit} are the most: send "
-                "them"
-            )
-        if rank not in ranks or len(set(ranks)) < len(ranks) or not self.near.issuperset(ranks):
-            raise ValueError(
-                f"rank {rank} cannot meet ranks {[*ranks]}: pass it and some others of "
-                f"{sorted(self.near)}, each once"
-            )
 
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
@@ -340,7 +329,8 @@ class TcpWire:
 
     def close(self) -> None:
         if os.getpid() != self._process:
-            self._close_in_child()
+            self.after_fork()  # this may come before what else is called in a child
+            self._release_all()
             return
         until = time.monotonic() + LINGER
         if self._take_turn_to_close(until):
@@ -383,9 +373,9 @@ class TcpWire:
         # a handler of a signal may have brought this thread here in the middle of a poll, and no
         # poll may be begun in another of the same object
         self._poll = select.poll()
-        for fd, wanted in self._polled.items():
-            if wanted:
-                self._poll.register(fd, wanted)
+        for link in self.connections.values():
+            if link.polled:
+                self._poll.register(link.fd, link.polled)
         for fd, attempt in self._attempts.items():
             self._poll.register(fd, attempt.wanted)
         while self._failure is None and self._has_unsent():
@@ -414,18 +404,17 @@ class TcpWire:
         """Whether something waits for a socket to take it; with `_turn` held."""
         return any(link.unsent for link in self.connections.values())
 
-    def _close_in_child(self) -> None:
-        """In a forked child, which has no thread; one of the parent's may have had the turn."""
+    def after_fork(self) -> None:
+        """In a forked child, which has no thread, and must not write to what the parent shares.
+
+        A thread of the parent may have held the locks.
+        """
         self._turn = threading.RLock()
         self._failing = threading.RLock()
-        self._thread = None
-        self._is_awake = False
-        self._bell = queue.SimpleQueue()
-        self._failure = self._failure or self._forked()
+        self._fail(Failure("broken", self.rank, "this process was forked"))
         if self._acceptor is not None:
             self._acceptor.abandon()
         self._acceptor = None
-        self._release_all()
 
     def _release_all(self) -> None:
         self._is_closed = True
@@ -466,15 +455,6 @@ class TcpWire:
         if self._failure is not None:
             raise WireFailed(self._failure)
 
-    def _check_process(self) -> None:
-        """Raise WireFailed in a forked child, which must not write to what the parent shares."""
-        if os.getpid() != self._process:
-            self._failure = self._failure or self._forked()
-            raise WireFailed(self._failure)
-
-    def _forked(self) -> Failure:
-        return Failure("broken", self.rank, "this process was forked")
-
     # moving messages
 
     def lost_among(self, messages: Sequence[_Message]) -> Connection | None:
@@ -510,19 +490,18 @@ class TcpWire:
 
     def finish_meeting(self, awaited: meeting.TcpMeeting, timeout: float | None) -> None:
         """Move messages until this meeting is through; what it raises is as of `finish`."""
-        self._check_process()
         until = deadline_of(timeout)
         with self._turn:
             meetings = self.meetings  # which the handler of a signal may drop
-            while not awaited.is_complete():
+            while awaited.missing:
                 self._check()
                 assert meetings is not None  # else it is closed, and has failed
                 # of these all is read below that they have left; who is lost meanwhile may have
                 # left something since that was read
                 lost = self._lost() if self._has_lost else []
-                meetings.is_begun(awaited)
+                awaited.turn.is_begun(meeting.LOOKS)
                 self._move_meetings(meetings)
-                if awaited.is_complete():
+                if not awaited.missing:
                     return
                 self._check()
                 missing = awaited.waiting_for()
@@ -535,7 +514,7 @@ class TcpWire:
                     self._step(max(0.0, seconds), spin=0.0)
                 finally:
                     self._awaited = None
-                if seconds <= 0 and not awaited.is_complete():
+                if seconds <= 0 and awaited.missing:
                     raise TimeoutError("a meeting is not complete")
 
     def _move_meetings(self, meetings: meeting.Meetings) -> bool:
@@ -543,8 +522,6 @@ class TcpWire:
 
         It raises nothing that a peer has caused: then the wire has failed.
         """
-        if os.getpid() != self._process:  # a wait in a forked child
-            self._fail(self._forked())
         if self._failure is not None:
             return False
         self._is_moving = True
@@ -680,7 +657,7 @@ class TcpWire:
         """Poll for what the connection wants now; nothing, if it is lost."""
         self._has_lost |= bool(link.lost)
         wanted = link.wanted
-        if wanted == self._polled.get(link.fd, 0):
+        if wanted == link.polled:
             return
         if link.garbled:
             self._fail(_end_of(link))
@@ -688,7 +665,7 @@ class TcpWire:
             self._poll.register(link.fd, wanted)
         else:
             self._poll.unregister(link.fd)
-        self._polled[link.fd] = wanted
+        link.polled = wanted
         if wanted & select.POLLOUT:
             self._wake_thread()
 
@@ -1005,3 +982,14 @@ def _exchange_endpoints(
 def _all_say(start: Start, own: bool) -> bool:
     """Whether all ranks say yes."""
     return all(message == b"yes" for message in start.exchange(b"yes" if own else b"no"))
+
+
+_made: weakref.WeakSet[TcpWire] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for wire in list(_made):
+        wire.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
