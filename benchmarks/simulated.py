@@ -42,7 +42,6 @@ from weft.group.group import Group
 from weft.sparse import ALGORITHMS, Sizes
 from weft.sparse import run as calls
 from weft.sparse.request import Request
-from weft.sparse.stages import in_stages
 from weft.testing.threads import Crew, on_groups
 from weft.wire.interface import Failure, Features, WireFailed
 
@@ -321,7 +320,7 @@ class Simulation:
         opening: of the opening exchange.
         seconds: of what came after it.
         messages, bytes: sent by the average rank, without those of the opening exchange.
-        sizes: of the call; of `split` with the blocks in which it summed first.
+        sizes: of the call.
         union: rows of the result.
     """
 
@@ -377,8 +376,6 @@ def simulate(
             gc.enable()
     opened, ended, messages, nbytes, (name, *_), (sizes, *_), (union, *_) = zip(*seen, strict=True)
     assert name in ALGORITHMS, f"no algorithm ran ({name}): simulate more rows or ranks"
-    if name == "split":
-        sizes = in_stages(sizes)
     opening = max(opened)
     return Simulation(
         name,

@@ -114,7 +114,7 @@ def alike(group: Group, *said: Tensor | str) -> None:
 def check_stages(done: Any) -> None:
     """Fails unless in a simulated split rows go to the block, its sums to others, and all to it."""
     sizes = done.sizes
-    counts = [len(ranks) for ranks in sizes.blocks]
+    counts = [len(ranks) for ranks in sizes.ranks_of_hosts]
     of_block = min(max(counts) * sizes.mean, done.union)
     between = (len(counts) - 1) * of_block / min(counts)
     values = (sizes.mean + done.union) * sizes.row + between * sizes.partial

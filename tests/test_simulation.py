@@ -9,7 +9,8 @@ import torch
 
 import weft
 from cases import check_stages
-from weft.sparse import Sizes, stages
+from weft.sparse import Sizes, choose
+from weft.sparse.algorithms import split
 from weft.sparse.choose import Line
 from weft.testing import expected
 
@@ -147,9 +148,9 @@ def expected_bytes(done):
     return others / sizes.ranks * (sizes.mean + done.union) * (sizes.row + 4)
 
 
-def check_blocks(done, count):
-    """It is summed in so many blocks."""
-    assert len(done.sizes.blocks) == count
+def check_hosts(done, count):
+    """It is summed in so many hosts first."""
+    assert done.sizes.begins_in_hosts and len(done.sizes.ranks_of_hosts) == count
     check_stages(done)
     # a rank of a flat split sends 4 messages or more to each other one
     assert done.messages < 0.65 * 4 * (done.sizes.ranks - 1)
@@ -175,17 +176,15 @@ def test_doubling_takes_as_many_messages_as_the_number_has_bits(ranks, messages,
     assert done.bytes <= messages * done.union * (256 + 4) + 8 * messages
 
 
-@pytest.mark.parametrize(("ranks", "blocks"), [(144, 12), (61, 8)])  # one is a prime number
-def test_many_ranks_sum_in_blocks(ranks, blocks, simulate):
-    check_blocks(simulate("split", partial(spread, count=40, height=1600), ranks, SLOW), blocks)
-
-
 @pytest.mark.parametrize("name", ["holders", "split", "gather"])
 def test_whatever_runs_between_hosts_of_eight(name, monkeypatch, simulate):
-    monkeypatch.setattr(stages, "first_served", lambda sizes, fitting: Line(name, "tried"))
+    def between(sizes):
+        return Line(name, "tried"), choose.between_hosts(sizes)[1]
+
+    monkeypatch.setattr(split, "between_hosts", between)
     hosts = [f"{rank // 8}" for rank in range(32)]
     rows = partial(spread, count=500, height=20_000)
-    check_blocks(simulate("split", rows, 32, SLOW, hosts=hosts, within=NEAR), 4)
+    check_hosts(simulate("split", rows, 32, SLOW, hosts=hosts, within=NEAR), 4)
 
 
 @pytest.mark.parametrize(("name", "count"), [("holders", 400), ("gather", 100)])

@@ -17,7 +17,6 @@ import weft
 from cases import on_hosts, set_rate
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, choose
-from weft.sparse.stages import in_stages, places_in
 from weft.testing import run
 
 COUNT, WIDTH = 12_000, 80
@@ -49,8 +48,8 @@ def most_leased(name, sizes):
     if name == "doubling":
         return 4 * sizes.union[1] * (sizes.partial + sizes.index)
     rows, row = sizes.most, sizes.row
-    if sizes.blocks:  # ranks that have a place sum the rows of all of the block
-        rows = -(-rows * max(map(len, sizes.blocks)) // places_in(sizes.blocks))
+    if sizes.begins_in_hosts:  # ranks that have a place sum the rows of all of the host
+        rows = -(-rows * max(map(len, sizes.ranks_of_hosts)) // sizes.places_of_hosts)
         row = sizes.partial
     return 2 * rows * row + 3 * (rows + sizes.union[1]) * sizes.index
 
@@ -66,8 +65,6 @@ def test_workspace_is_bounded(name, kind, names):
         rows = rows_of(group.rank, kind, group.size)
         with on_hosts(group, names):
             sizes = weft.explain(rows, algorithm=name).sizes
-            if name == "split":
-                sizes = in_stages(sizes)
             pool = group.memory
             pool.peak = pool.lent
             weft.sparse_all_reduce(rows, algorithm=name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 from itertools import pairwise
 
@@ -17,12 +16,12 @@ from cases import check_stages, in_case, on_hosts, same, set_rate
 from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
-from weft.sparse import ALGORITHMS, Sizes, last_call, stages
+from weft.sparse import ALGORITHMS, Sizes, choose, last_call
+from weft.sparse.algorithms import split
 from weft.sparse.call import Call
 from weft.sparse.choose import Line
 from weft.sparse.header import Header
-from weft.sparse.owners import balanced_bounds, bounds_of_equal_sums, header_of_blocks
-from weft.sparse.stages import in_stages
+from weft.sparse.owners import balanced_bounds
 from weft.testing import expected, run, spmd
 
 HOSTS = {  # by name of each rank's host
@@ -63,16 +62,15 @@ def reduced(group, names, parts, op="sum", **options):
         return weft.sparse_all_reduce(parts[group.rank], op, algorithm="split", **options)
 
 
-def blocks_taken(group, names, rows, op="sum"):
-    """The blocks in which a split of hosts of these names sums first."""
+def begins_in_hosts(group, names, rows, op="sum"):
+    """Whether a split of hosts of these names sums within them first."""
     with on_hosts(group, names):
-        return in_stages(weft.explain(rows, op, algorithm="split").sizes).blocks
+        return weft.explain(rows, op, algorithm="split").sizes.begins_in_hosts
 
 
-def blocks_of(names):
-    """The hosts of these names, if a split begins in them."""
-    several = 1 < len({*names}) < len(names)
-    return Hosts.named(names).ranks if several else ()
+def share_hosts(names):
+    """Whether several hosts of these names have ranks, and one has several."""
+    return 1 < len({*names}) < len(names)
 
 
 @pytest.fixture
@@ -80,15 +78,12 @@ def between_blocks(monkeypatch):
     """Sets what runs between hosts, whatever the rule takes."""
 
     def take(name):
-        monkeypatch.setattr(stages, "first_served", lambda sizes, fitting: Line(name, "tried"))
+        def between(sizes):
+            return Line(name, "tried"), choose.between_hosts(sizes)[1]
+
+        monkeypatch.setattr(split, "between_hosts", between)
 
     return take
-
-
-@pytest.fixture
-def many(monkeypatch):
-    """Sets of how many ranks a split has nearly square blocks."""
-    return lambda count: monkeypatch.setattr(stages, "MANY", count)
 
 
 def real_parts():
@@ -111,9 +106,9 @@ def test_it_equals_the_definition(size, names):
                 assert torch.equal(total.indices, want.indices)
                 torch.testing.assert_close(total.values, want.values)
                 assert last_call().algorithm == "split"
-        return blocks_taken(group, names, wanted(size)[0][group.rank])
+        return begins_in_hosts(group, names, wanted(size)[0][group.rank])
 
-    assert set(run(size, program)) == {blocks_of(names)}
+    assert set(run(size, program)) == {share_hosts(names)}
 
 
 @pytest.mark.parametrize("names", ["aabba", "abcabcab"])
@@ -122,12 +117,12 @@ def test_on_an_accelerator_it_is_flat_whatever_hosts_there_are(names):
     parts = real_parts()[: len(names)]
 
     def program(group):
-        taken = blocks_taken(group, names, parts[group.rank])
+        taken = begins_in_hosts(group, names, parts[group.rank])
         return taken, reduced(group, names, parts).values
 
     flat = run(len(names), lambda group: reduced(group, range(len(names)), parts).values)[0]
     for taken, values in run(len(names), program, on="device"):
-        assert taken == () and torch.equal(values, flat)
+        assert not taken and torch.equal(values, flat)
 
 
 @spmd(4, 7)
@@ -136,25 +131,6 @@ def test_it_equals_the_definition_on_every_wire(group):
     for names in HOSTS[group.size]:
         with in_case(names):
             same(reduced(group, names, parts), want)
-
-
-@pytest.mark.parametrize("most", [4, 2])  # blocks of three and four ranks, and of pairs of blocks
-def test_a_prime_number_of_ranks_has_blocks_of_unequal_sizes(most, many):
-    many(most)
-    parts, _ = wanted(13)
-
-    def right(left, right):
-        return right
-
-    def program(group):
-        names = "abcdefghijklm"
-        for op in ("sum", right):
-            same(reduced(group, names, parts, op), expected(parts, op))
-        return blocks_taken(group, names, parts[group.rank])
-
-    (blocks,) = set(run(13, program))
-    assert [len(block) for block in blocks] == [3, 3, 3, 4]
-    assert [*itertools.chain(*blocks)] == [*range(13)]
 
 
 @pytest.mark.parametrize("between", BETWEEN)
@@ -169,9 +145,8 @@ def test_any_algorithm_may_run_between_hosts(between, between_blocks):
                 same(total, want)
 
 
-@pytest.mark.parametrize("names", ["aabbccdd", "aaaabbbb", "abcdefgh"])
-def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names, many):
-    many(2)  # the last in pairs, then pairs of these
+@pytest.mark.parametrize("names", ["aabbccdd", "aaaabbbb"])
+def test_real_numbers_have_the_same_bits_on_all_ranks_and_again(names):
     parts = real_parts()
 
     def program(group):
@@ -198,14 +173,9 @@ def many_chunks():
         ("gather", "aaabbcca"),
         ("holders", "aabbccdd"),
         ("split", "aaabbcca"),
-        ("split", "abcdefgh"),
     ],
 )
-def test_sums_of_many_chunks_are_shared_once_they_are_complete(
-    names, between, between_blocks, many
-):
-    """Also where ranks of a block do not share a host, and so hand nothing on early."""
-    many(4)
+def test_sums_of_many_chunks_are_shared_once_they_are_complete(names, between, between_blocks):
     between_blocks(between)
     parts, want = many_chunks()
 
@@ -233,10 +203,9 @@ def test_sums_of_some_ranks_travel_unrounded(given, op, between, between_blocks)
         assert total.values[5100:].eq(2**-9 / ranks).all()
 
 
-def test_the_largest_index_there_is_on_uneven_hosts(between_blocks, monkeypatch):
+def test_the_largest_index_there_is_on_uneven_hosts(between_blocks):
     """The range of the rank without a place begins behind it, at no int64."""
     between_blocks("split")
-    monkeypatch.setattr(stages, "_PART", 0)  # sums of few rows, too, are shared range by range
     parts = [rows_of(rank) for rank in range(7)]
     last = 2**63 - 1
     parts = [weft.Rows(last - part.indices, part.values) for part in parts]
@@ -266,9 +235,9 @@ def test_some_ranks_of_some_hosts_are_a_group():
         rows = parts[part.rank]
         with on_hosts(group, "abcabcab"):
             total = weft.sparse_all_reduce(rows, algorithm="split", group=part)
-            said = weft.explain(rows, algorithm="split", group=part)
+            sizes = weft.explain(rows, algorithm="split", group=part).sizes
         same(total, want)
-        return in_stages(said.sizes).blocks
+        return sizes.begins_in_hosts and sizes.ranks_of_hosts
 
     found = run(8, program)
     assert [each for each in found if each is not None] == [((0, 1, 3), (2, 4))] * 5
@@ -298,11 +267,10 @@ def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_d
 
 
 @pytest.mark.parametrize(
-    ("names", "count"),  # of blocks; 0: it is flat, since the ranks of a host are no neighbours
-    [("aaaabbbb", 2), ("aaabbbbb", 2), ("abababab", 0), ("aabbaabb", 0), ("abcdefgh", 4)],
+    ("names", "in_hosts"),  # else it is flat: the ranks of a host are no neighbours
+    [("aaaabbbb", True), ("aaabbbbb", True), ("abababab", False), ("aabbaabb", False)],
 )
-def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(names, count, many):
-    many(2)  # the last in pairs, then pairs of these
+def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(names, in_hosts):
 
     def product(left, right):
         """Of 2x2 matrices: associative, not commutative."""
@@ -317,18 +285,18 @@ def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(names, c
 
     def program(group):
         same(reduced(group, names, parts, product), want)
-        return blocks_taken(group, names, parts[group.rank], product)
+        return begins_in_hosts(group, names, parts[group.rank], product)
 
-    (blocks,) = set(run(8, program))
-    assert len(blocks) == count
+    assert set(run(8, program)) == {in_hosts}
 
 
-def test_the_blocks_keep_the_order_where_the_op_needs_it():
+def test_hosts_keep_the_order_where_the_op_needs_it():
     taken = 0
     for names in itertools.product("abc", repeat=6):
-        blocks = in_stages(sizes_of(names, in_order=True)).blocks
-        assert [*itertools.chain(*blocks)] in ([], [*range(6)]), names
-        taken += bool(blocks)
+        sizes = sizes_of(names, in_order=True)
+        if sizes.begins_in_hosts:
+            assert [*itertools.chain(*sizes.ranks_of_hosts)] == [*range(6)], names
+            taken += 1
     assert taken
 
 
@@ -378,7 +346,6 @@ def test_a_rank_that_dies_is_everybodys_error(monkeypatch):
 RANK = """
 import json, os, signal, sys, time, torch, weft
 from weft.sparse.call import Call
-from weft.sparse.stages import in_stages
 place, victim, stage = sys.argv[1:]
 group = weft.init(rendezvous=f"file://{place}", timeout=120.0)
 calls = 0
@@ -401,7 +368,7 @@ try:
         weft.sparse_all_reduce(rows, add, algorithm="split")
         if calls == 1:
             sizes = weft.explain(rows, add, algorithm="split").sizes
-            print(json.dumps({"blocks": in_stages(sizes).blocks}))
+            print(json.dumps({"hosts": sizes.ranks_of_hosts}))
 except weft.WireError as error:
     print(json.dumps({"text": str(error), "culprit": error.culprit, "at": time.monotonic()}))
 sys.stdout.flush()
@@ -411,12 +378,12 @@ os._exit(0)
 
 @pytest.mark.parametrize(("victim", "stage"), [(0, "the first"), (3, "the last")])
 def test_survivors_name_who_was_killed_in_a_stage(survivors, tmp_path, victim, stage):
-    """Ranks 0 and 1 are a block, and 2 and 3; who waits for whom depends on the stage."""
+    """Ranks 0 and 1 share a host, and 2 and 3; who waits for whom depends on the stage."""
     given = str(tmp_path / "place"), str(victim), stage
     ranks = [{"WEFT_HOST": name} for name in "aabb"]
     began, printed = survivors(RANK, given, ranks, victim)
     for rank, (first, said) in printed.items():
-        assert first["blocks"] == [[0, 1], [2, 3]]
+        assert first["hosts"] == [[0, 1], [2, 3]]
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: rank {victim} died while"), said
         assert said["at"] - began < patient(5.0), said
@@ -533,48 +500,9 @@ def has_place(names):
     return [any(rank in block[:places] for block in blocks) for rank in range(len(names))]
 
 
-@pytest.mark.parametrize(
-    ("between", "names", "rate"),
-    [
-        ("gather", "aaaabbbb", 16),
-        # a rank begins with the range of its neighbour, which may be the last: on slow links, where
-        # chunks are short, that one is not complete at once, either
-        ("split", "aabbccdd", 14),
-        ("holders", "aaabbccc", 14),
-    ],
-)
-def test_the_second_stage_begins_before_the_first_has_ended(
-    between, names, rate, between_blocks, watched, simulated, network
-):
-    between_blocks(between)
-    link = dataclasses.replace(network[0], beta=1e-3 / 2**rate)
-
-    def program(group):
-        set_rate(group, rate)
-        rows = spread(group.rank, 30_000, 200_000)
-        return watched(group, names, rows, sent=([VALUES], False), received=([VALUES], True))
-
-    found = simulated.run(8, link, program, hosts=names, within=network[1])
-    for (sent, received, _), leads in zip(found, has_place(names), strict=True):
-        assert bool(sent) == bool(received) == leads
-        if leads:
-            assert min(sent) < max(received)
-
-
-@pytest.mark.parametrize(
-    ("between", "names"),
-    [
-        ("gather", "aaaabbbb"),
-        ("split", "aabbccdd"),
-        ("split", "abcdabcd"),
-        ("split", "aaabbccc"),
-    ],
-)
-def test_a_block_shares_its_first_sums_before_the_last_have_come(
-    between, names, between_blocks, watched, simulated, network
-):
-    between_blocks(between)
-    rows = spread(0)  # the same everywhere
+@pytest.mark.parametrize("names", ["aaaabbbb", "abbabba"])
+def test_a_host_shares_its_first_sums_before_the_last_have_come(names, watched, simulated, network):
+    rows = spread(0, 30_000, 200_000)  # the same everywhere, several chunks for each place
 
     def program(group):
         set_rate(group, SLOW)
@@ -602,7 +530,7 @@ def test_a_block_shares_its_first_sums_before_the_last_have_come(
 def test_what_runs_between_hosts_sends_sums_of_hosts(between, names, between_blocks, sent):
     between_blocks(between)
     done = sent(names, lambda rank: spread(rank, 4000, 80_000))
-    assert done.sizes.blocks == blocks_of(names)
+    assert done.sizes.begins_in_hosts == share_hosts(names)
     check_stages(done)
 
 
@@ -617,7 +545,7 @@ def test_only_sums_between_hosts_travel_wider(given, wire_dtype, names, sent):
 
     done = sent(names, rows, wire_dtype=wire_dtype)
     assert done.sizes.partial == 2 * done.sizes.row
-    assert done.sizes.blocks == blocks_of(names)
+    assert done.sizes.begins_in_hosts == share_hosts(names)
     check_stages(done)
 
 
@@ -633,32 +561,23 @@ def sizes_of(hosts, **changes):
     return sizes.but(**changes)
 
 
-@pytest.mark.parametrize("ranks", [17, 61, 62, 1021, 10_007])
-def test_many_ranks_have_blocks_whatever_their_number_is(ranks):
-    sizes = in_stages(sizes_of([*range(ranks)]))
-    assert [*itertools.chain(*sizes.blocks)] == [*range(ranks)]
-    counts = [len(block) for block in sizes.blocks]
-    assert max(counts) <= min(counts) + 1
-    # no ring goes round all ranks
-    assert max(len(counts), *counts) <= 3 * math.isqrt(ranks)
-
-
 def test_two_hosts_gather_between_and_a_few_take_holders():
     for hosts, name in (("aaaabbbb", "gather"), ("aabbccdd", "holders")):
-        assert stages.between(in_stages(sizes_of(hosts))).name == name
+        line, _ = choose.between_hosts(sizes_of(hosts))
+        assert line.algorithm == name
 
 
 def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
     header = Header.together([Header.of(part) for part in parts])
     union = torch.cat(parts).unique()
-    bounds = bounds_of_equal_sums(header, 8, 4)
+    bounds = balanced_bounds(header, 8, 4)
     assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5
     sums = torch.searchsorted(union, torch.tensor(bounds)).diff()
     assert sums.max() <= 1.15 * sums.float().mean()
     for low, high in pairwise(bounds):
-        inner = header_of_blocks(header, 8, 2, (low, high))
+        inner = header.within(low, high)
         assert balanced_bounds(inner, 2)[-1] == high
         assert low < balanced_bounds(inner, 2)[1] < high
         rows = sum(((part >= low) & (part < high)).sum() for part in parts)
-        assert 0.6 * rows <= inner.weights.sum() <= 1.2 * rows
+        assert 0.9 * rows <= inner.weights.sum() <= 1.1 * rows

@@ -111,11 +111,11 @@ def sparse_all_reduce(
     Returns:
         Sorted indices, each once, and their sums. A rank's duplicates are added in input order (a
         function combines neighbours, and then their results), and ranks in rank order, except by
-        `doubling` and `split` in several stages, which adds stage by stage (docs/algorithms.md).
-        Which algorithm runs, and in which stages, follows from sizes and hosts alone: the same
-        inputs on the same hosts give the same bits, on every run. Half precision is added in
-        float32 and rounded twice: each rank's sum of duplicates, before it is sent, and the result.
-        Integers wrap. The result has no gradient history.
+        `doubling` and where `split` adds within hosts first (docs/algorithms.md). Which algorithm
+        runs, and whether hosts come first, follows from sizes and hosts alone: the same inputs on
+        the same hosts give the same bits, on every run. Half precision is added in float32 and
+        rounded twice: each rank's sum of duplicates, before it is sent, and the result. Integers
+        wrap. The result has no gradient history.
 
     Raises:
         WeftError: some rank's arguments are wrong or differ from the others'; the same text on

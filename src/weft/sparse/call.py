@@ -9,16 +9,16 @@ are not rounded yet. Which one travels depends on what travels:
     partial sums                          call.of_partials()       Call.partial     Sizes.partial
     rows on the way to who sums them      call.incoming            one of these     Sizes.incoming
 
-The rows are partial sums themselves (`Sizes.summed`) if the schedule is a later stage of another
-one; else they are rows as `Call.dtype` has them.
+The rows are partial sums themselves (`Sizes.summed`) if the schedule is a step of another one; else
+they are rows as `Call.dtype` has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,24 +31,6 @@ from .header import Header
 from .rows import Rows
 from .sizes import Sizes
 from .trouble import Trouble
-
-
-class Onward(Protocol):
-    """What becomes of the result of a schedule that is one stage of another schedule."""
-
-    def result_at(self, indices: Tensor) -> Rows:
-        """Memory for a result with these indices, which are there already.
-
-        The ranks that get the result tell each other where it has rows, and wait for that.
-        """
-
-    def ready(self, stop: int, rank: int | None) -> None:
-        """Take what does not change any more.
-
-        Args:
-            stop: up to which row: of the part of the result that a rank sums, or of all of it.
-            rank: whose part; None: the rows are those of all.
-        """
 
 
 @dataclass(slots=True)
@@ -64,6 +46,10 @@ class Marks:
 
     indices: Sequence[int] = ()
     below: Sequence[int] = ()
+
+
+def _ignore(stop: int) -> None:
+    """The caller of a schedule need not know what is ready."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +69,14 @@ class Call:
         destination: gives memory for the result.
         trouble: what the op raised, if it is a caller's function.
         fields: the fingerprint that all agreed on.
-        headers: of each rank; none where they came combined, and in a later stage.
+        headers: of each rank; none where they came combined, and in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
         marks: places of which the caller wants to know.
-        onward: takes the result, if the schedule is one stage of another one.
+        place: gives the memory of a result with these indices, if the schedule is one step of
+            another one. The ranks that get the result then tell each other where it has rows, and
+            wait for that.
+        ready: is told before which row the result does not change any more; a schedule need not
+            say so.
     """
 
     group: Group
@@ -103,7 +93,8 @@ class Call:
     headers: Sequence[Header] = ()
     rows_of_all: Sequence[Rows] | None = None
     marks: Marks = field(default_factory=Marks)
-    onward: Onward | None = None
+    place: Callable[[Tensor], Rows] | None = None
+    ready: Callable[[int], object] = _ignore
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -151,23 +142,19 @@ class Call:
         )
 
     def with_sizes(self, sizes: Sizes) -> Call:
-        """The same call, cut otherwise: into other stages or chunks."""
+        """The same call, cut into other chunks."""
         return replace(self, sizes=sizes)
 
     def among(
-        self,
-        group: Group,
-        sizes: Sizes,
-        header: Header | None = None,
-        onward: Onward | None = None,
+        self, group: Group, sizes: Sizes, header: Header | None = None, **changes: Any
     ) -> Call:
-        """The call of a stage, whose ranks have not told how many rows they bring.
+        """The call of a step, whose ranks have not told how many rows they bring.
 
         Args:
             group: of these ranks.
             sizes: that they have.
             header: of these ranks together, if it is another than that of the call.
-            onward: takes the result, if it is not that of the call.
+            changes: `place` and `ready`, if the result is not that of the call.
         """
         return replace(
             self,
@@ -176,7 +163,7 @@ class Call:
             header=header or self.header,
             headers=(),
             marks=Marks(self.marks.indices),
-            onward=onward or self.onward,
+            **changes,
         )
 
     def result(self, count: int) -> Rows:
@@ -186,18 +173,13 @@ class Call:
     def result_at(self, *lists: Tensor) -> Rows:
         """Memory for a result with these indices, one list after the other, which are copied.
 
-        Nothing is sent, unless the schedule is one stage of another one: see `Onward.result_at`.
+        Nothing is sent, unless the schedule is one step of another one: see `place`.
         """
-        if self.onward is not None:
-            return self.onward.result_at(torch.cat(lists))
+        if self.place is not None:
+            return self.place(torch.cat(lists))
         result = self.result(sum(map(len, lists)))
         torch.cat(lists, out=result.indices)
         return result
-
-    def ready(self, stop: int, rank: int | None = None) -> None:
-        """Say that some of the result is as it will be; a schedule need not. See `Onward.ready`."""
-        if self.onward is not None:
-            self.onward.ready(stop, rank)
 
     def finish(self, partial: Tensor, values: Tensor) -> None:
         """Write complete sums to the result: divide them, and round them once."""

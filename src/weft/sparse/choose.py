@@ -19,7 +19,7 @@ would need more workspace than a call may use, is passed over; the last one alwa
 7. Up to `LITTLE` bytes of rows a rank, and up to `MANY` ranks: `doubling`, in log2 P messages.
 8. Ranks bring at least twice as many rows as the table has: `split`, for the lists' sake again.
 9. Up to `SEVERAL` ranks: `holders`, which receives no value beyond the bound.
-10. Else `split`; of more than `MANY` ranks first in nearly square blocks of them.
+10. Else `split`.
 
 Measured in 30 cases on one host and on 2 to 8 hosts of 100 Mbit/s to 1 Gbit/s, before line 6 had
 its `gather`, this takes 1.046 times as long as the best algorithm (geometric mean), at worst 1.38
@@ -58,8 +58,8 @@ SEVERAL = 32
 """Ranks: of 8, `holders` is the best; of more it was simulated."""
 
 MANY = 16
-"""Ranks: of more, nearly square blocks take a fraction of the messages, and `doubling` is forecast
-to take as long as other algorithms without overlap, and up to twice as long with it."""
+"""Ranks: of more, `doubling` is forecast to take as long as other algorithms without overlap, and
+up to twice as long with it."""
 
 OF_THE_CPU = ("doubling",)
 """Algorithms whose schedules are for tensors of the CPU alone."""
@@ -91,7 +91,7 @@ def lines(sizes: Sizes) -> Iterator[Line]:
         if sizes.total * sizes.row <= NEAR * sizes.ranks:
             yield Line("gather", f"ranks of one host bring up to {NEAR >> 20} MiB of rows each")
         yield Line("split", "all ranks share a host")
-    elif max(sizes.ranks_of_hosts) > 1:
+    elif len(sizes.ranks_of_hosts) < sizes.ranks:
         yield Line("split", "ranks share hosts, within which it begins")
     yield from lines_apart(sizes)
 
@@ -113,6 +113,20 @@ def lines_apart(sizes: Sizes) -> Iterator[Line]:
     if sizes.ranks <= SEVERAL:
         yield Line("holders", f"there are up to {SEVERAL} ranks")
     yield Line("split", f"there are more than {SEVERAL} ranks")
+
+
+def between_hosts(sizes: Sizes) -> tuple[Line, Sizes]:
+    """What `split` runs among the ranks of one place, one of each host, and the sizes that it has.
+
+    All ranks of a host take part, each with its part of the indices: the lines see one rank of each
+    host that has them all.
+    """
+    hosts = len(sizes.ranks_of_hosts)
+    of_place = -(-sizes.total // sizes.places_of_hosts)
+    among = sizes.but(ranks=hosts, total=of_place, height=None, hosts=None, summed=True)
+    of_hosts = sizes.but(ranks=hosts, total=-(-sizes.total * hosts // sizes.ranks), hosts=None)
+    fitting = (line for line in lines_apart(of_hosts) if line.algorithm != "doubling")
+    return first_served(among, fitting), among
 
 
 def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:

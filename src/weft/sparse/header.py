@@ -107,6 +107,16 @@ class Header(NamedTuple):
             rows=None,
         )
 
+    def within(self, low: int, high: int) -> Header:
+        """This header of all ranks, as far as indices from `low` up to, not including, `high` go.
+
+        Its figures stay those of all indices: how many rows there are in the range nobody knows.
+        """
+        inside = (self.points >= low) & (self.points < high)
+        return self._replace(
+            highest=high - 1, points=self.points[inside], weights=self.weights[inside]
+        )
+
     @staticmethod
     def fits(count: int, index_bytes: int, row_bytes: int) -> bool:
         """Whether so many rows may travel in a header."""

@@ -141,46 +141,11 @@ class LocalRows:
 
 
 class SummedRows(LocalRows):
-    """Sums of an earlier stage, as rows of the next one: they are summed when they are asked for.
+    """Sums of an earlier stage, as rows of the next one."""
 
-    So the next stage sends its first rows while the earlier stage still receives.
-    """
-
-    at_hand = False
-
-    def __init__(self, rows: Rows, blocks: Iterator[tuple[int, int]]) -> None:
-        """
-        Args:
-            rows: canonical; their values are not there yet.
-            blocks: sums the rows, block by block in their order; yields where each begins and ends.
-        """
+    def __init__(self, rows: Rows) -> None:
         distinct = Distinct(rows.indices, None, None)
         super().__init__(rows, distinct, OPS["sum"], rows.values.dtype, Pool())
-        self._blocks = blocks
-        self._summed = 0  # rows that are there
-
-    @property
-    def values(self) -> Tensor:
-        for _ in self._blocks:
-            pass
-        return super().values
-
-    def pieces(self, step: int, start: int, stop: int) -> Iterator[Tensor]:
-        while start < stop:
-            end = min(start + step, stop)
-            yield self._upto(end)[start:end]
-            start = end
-
-    def take(self, positions: Tensor, out: Tensor) -> None:
-        if positions.numel():
-            rows = self._upto(int(positions.max()) + 1)
-            torch.index_select(rows, 0, positions, out=out)
-
-    def _upto(self, stop: int) -> Tensor:
-        """The values of the rows before `stop`."""
-        while self._summed < stop:
-            _, self._summed = next(self._blocks)
-        return self._given[:stop]
 
 
 def slices_between(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:

@@ -14,7 +14,7 @@ Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ..group.pending import Pending
 from ..wire.interface import Send
 from .call import Call
 from .header import Header, Longs
-from .local_rows import LocalRows, slices_between
+from .local_rows import LocalRows
 from .rows import Rows
 from .stream import (
     Inflow,
@@ -44,30 +44,19 @@ _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
 
-def balanced_bounds(header: Header, ranks: int) -> list[int]:
+def balanced_bounds(header: Header, ranks: int, owners: int | None = None) -> list[int]:
     """Indices, ascending: owner r sums from bound r up to, not including, bound r + 1.
 
-    Every rank is an owner, and all owners have equal work.
+    All owners have equal work.
 
     Args:
         header: of all ranks together.
         ranks: how many there are.
+        owners: how many own a range; None: every rank.
     """
     bins = _binned(header, ranks)
-    cuts = _divided(bins, bins.rows + (ranks - 1) * bins.union, ranks)
+    cuts = _divided(bins, bins.rows + (ranks - 1) * bins.union, owners or ranks)
     return [0, *cuts, header.highest + 1]
-
-
-def bounds_of_equal_sums(header: Header, ranks: int, owners: int) -> list[int]:
-    """The same for some owners, who get equally many sums.
-
-    Args:
-        header: of all ranks together.
-        ranks: how many have the rows.
-        owners: how many share the sums.
-    """
-    bins = _binned(header, ranks)
-    return [0, *_divided(bins, bins.union, owners), header.highest + 1]
 
 
 class _Bins(NamedTuple):
@@ -95,7 +84,7 @@ def _binned(header: Header, ranks: int) -> _Bins:
     starts = np.arange(bins, dtype=np.int64) * count // bins
     edges = np.append(points[starts], end)
     rows = np.add.reduceat(header.weights, starts)
-    union = np.maximum(_union(rows, np.diff(edges), ranks, ranks), 1)
+    union = np.maximum(_union(rows, np.diff(edges), ranks), 1)
     return _Bins(edges, rows, union)
 
 
@@ -114,19 +103,18 @@ def _divided(bins: _Bins, work: Longs, parts: int) -> list[int]:
     return result
 
 
-def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
-    """Rows expected in the union of `some` of the ranks, which throw theirs independently.
+def _union(rows: Longs, width: Longs, ranks: int) -> Longs:
+    """Rows expected in the union of ranks that throw theirs independently.
 
     Args:
         rows: of all ranks, in each range of indices.
         width: how many indices the range has.
-        ranks: all of them.
-        some: of how many ranks.
+        ranks: how many there are.
     """
     width = np.maximum(width, 1)
     missing = np.maximum(1.0 - rows / (width * float(ranks)), 0.0)
     nobody = np.ones_like(missing)
-    power = some
+    power = ranks
     while power:  # by multiplications alone: pow() is not the same everywhere
         if power & 1:
             nobody = nobody * missing
@@ -134,45 +122,6 @@ def _union(rows: Longs, width: Longs, ranks: int, some: int) -> Longs:
         power >>= 1
     union: Longs = np.minimum(np.rint(width * (1.0 - nobody)).astype(np.int64), rows)
     return union
-
-
-def header_of_blocks(header: Header, ranks: int, blocks: int, span: tuple[int, int]) -> Header:
-    """The header of what blocks of ranks have in a range of indices, each block summed.
-
-    Its points say how many rows to expect. Its `total` stays that of all ranks: how many rows these
-    have in the range nobody knows, and `stream.IndexLists` refuses a list that is longer than
-    `total`.
-
-    Args:
-        header: of all ranks together.
-        ranks: how many there are.
-        blocks: how many blocks.
-        span: the first index, and the end.
-    """
-    low, high = span
-    points = header.points
-    if low == high:  # no rows belong here; behind the highest index `low` may be no int64
-        return header._replace(highest=high - 1, points=points[:0], weights=header.weights[:0])
-    if not len(points):  # there are no rows
-        return header._replace(highest=high - 1)
-    ends = np.append(points[1:], header.highest + (header.highest not in _LAST))
-    inside = (ends > low) & (points < high)
-    places = np.maximum(points[inside], low)
-    width = ends[inside] - points[inside]
-    rows = _union(header.weights[inside], width, ranks, max(1, round(ranks / blocks)))
-    weights = np.maximum(np.minimum(rows * blocks, header.weights[inside]), 1)
-    return header._replace(highest=high - 1, points=places, weights=weights)
-
-
-def owned_parts(header: Header, ranks: int, indices: Tensor) -> list[slice]:
-    """The part of sorted indices that each rank owns, by `balanced_bounds`.
-
-    Args:
-        header: of all ranks together.
-        ranks: how many there are.
-        indices: all that `ranks` have together, or some of them.
-    """
-    return slices_between(indices, balanced_bounds(header, ranks), header.highest)
 
 
 class SparseReduceScatter:
@@ -227,11 +176,11 @@ class SparseReduceScatter:
     def _end_of_first(self, part: slice) -> int:
         """The row before which the rows of a part leave at once: a quarter, in whole chunks.
 
-        None leave where all that is sent would be posted by now, or all of it would be summed.
+        None leave where all that is sent would be posted by now.
         """
         start: int = part.start
         stop: int = part.stop
-        if self._call.sizes.staying or not self._rows.at_hand:
+        if self._call.sizes.staying:
             return start
         step = self._incoming.chunk_rows
         quarter = step * -(-(stop - start) // (4 * step))
@@ -265,11 +214,8 @@ class SparseReduceScatter:
         """Send the rows of some parts, each to a peer."""
         sends: list[Send] = []
         for peer, (start, stop) in parts.items():
-            for piece in self._rows.pieces(self._incoming.chunk_rows, start, stop):
-                sends += [(peer, chunk) for chunk in chunks(self._incoming, piece)]
-                if not self._rows.at_hand:  # it leaves while the next one is summed
-                    self._sent.append(self._call.group.post(sends, (), VALUES))
-                    sends = []
+            values = self._rows.values[start:stop]
+            sends += [(peer, chunk) for chunk in chunks(self._incoming, values)]
         self._sent.append(self._call.group.post(sends, (), VALUES))
 
     def sums(self, call: Call, out: Tensor) -> Iterator[tuple[int, int]]:
@@ -288,10 +234,7 @@ class SparseReduceScatter:
 
 
 def reduce_to_owners(
-    rows: LocalRows,
-    call: Call,
-    bounds: Sequence[int],
-    place: Callable[[Tensor], Rows] | None = None,
+    rows: LocalRows, call: Call, bounds: Sequence[int], made: Call | None = None
 ) -> Rows:
     """Send all rows to their owners; the sums of the indices that this rank owns.
 
@@ -299,14 +242,15 @@ def reduce_to_owners(
         rows: this rank's, canonical.
         call: the call this is for.
         bounds: see `SparseReduceScatter`.
-        place: makes the memory of a result with these indices; by default `call.result_at`.
+        made: the same call as far as sums are made, if these are not complete ones.
     """
+    made = made or call
     scatter = SparseReduceScatter(call, rows, bounds)
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
-    result = (place or call.result_at)(scatter.indices)
-    for _ in scatter.sums(call, result.values):
+    result = made.result_at(scatter.indices)
+    for _ in scatter.sums(made, result.values):
         pass
     scatter.finish()
     return result

@@ -12,9 +12,6 @@ from typing import Any
 from ..schedules.hosts import Hosts
 from .bound import rows_of_average
 
-Blocks = tuple[tuple[int, ...], ...]
-"""The ranks of each block, ascending; every rank is in one."""
-
 _SPARE = 64 << 20  # bytes of workspace allowed besides three times the rows of the rank with fewest
 _FEW = 1 << 18  # bytes that come from all ranks together, below which no ring is worth its hops
 
@@ -41,7 +38,6 @@ class Sizes:
         in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         hosts: which ranks share a host; None is one host for each.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
-        blocks: of `split`: the blocks in which ranks sum first (`stages`); (): it is flat.
     """
 
     ranks: int
@@ -59,7 +55,6 @@ class Sizes:
     in_order: bool = False
     hosts: Hosts | None = None
     summed: bool = False
-    blocks: Blocks = ()
 
     def but(self, **changes: Any) -> Sizes:
         """These sizes, with some of them changed."""
@@ -116,13 +111,33 @@ class Sizes:
     # hosts
 
     @property
-    def ranks_of_hosts(self) -> tuple[int, ...]:
-        """How many ranks each host has."""
+    def ranks_of_hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, ascending."""
         if self.hosts is None:
-            return (1,) * self.ranks
-        return tuple(map(len, self.hosts.ranks))
+            return tuple((rank,) for rank in range(self.ranks))
+        return self.hosts.ranks
+
+    @property
+    def places_of_hosts(self) -> int:
+        """How many ranks every host has, at least."""
+        return min(map(len, self.ranks_of_hosts))
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks are known to share one host."""
         return self.hosts is not None and len(self.hosts.ranks) == 1
+
+    @property
+    def begins_in_hosts(self) -> bool:
+        """Whether `split` sums within hosts first.
+
+        On an accelerator it does not: in each step the host would wait. A function must get its
+        operands in the order of ranks, so those of each host must be neighbours.
+        """
+        if self.hosts is None or self.staying or not 1 < len(self.hosts.ranks) < self.ranks:
+            return False
+        return self.hosts.in_order or not self.in_order
+
+    def in_host(self, ranks: int) -> Sizes:
+        """The sizes among so many ranks of a host."""
+        return self.but(ranks=ranks, hosts=Hosts((0,) * ranks), gaps=False)

@@ -50,9 +50,6 @@ Source = Callable[[int, int], Iterable[Tensor]]
 """Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be
 in the order of the rows."""
 
-Runs = Sequence[Sequence[slice]]
-"""For each rank the runs in which its rows are sent, in their order; together they are all."""
-
 _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
 
@@ -112,8 +109,7 @@ class IndexLists:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
         call = self._call
         heads = dict(zip(self._sources, self._heads.wait(), strict=True))
-        # no list has more bytes: `total` counts the rows of all ranks of the call, also in the
-        # header of one place (`owners.header_of_blocks`)
+        # no list has more bytes: `total` counts the rows of all ranks of the call, also in a step
         most = call.header.total * call.sizes.index
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
@@ -377,8 +373,6 @@ class Ring:
         memory: Sequence[Tensor],
         channel: int,
         nbytes: float,
-        runs: Runs | None = None,
-        received: Callable[[int, int], object] | None = None,
     ) -> None:
         """
         Args:
@@ -386,15 +380,11 @@ class Ring:
             memory: for each rank, where its rows belong.
             channel: on which they travel.
             nbytes: of the average rank's rows; the same number on every rank.
-            runs: in which order the rows of each rank come; by default in that of the memory.
-            received: called when rows have come, with how many of a rank have, and with that rank.
         """
         group = call.group
         self._call = call
         self._memory = memory
         self._channel = channel
-        self._runs = runs
-        self._received = received
         self._direct = call.sizes.sends_directly(nbytes)
         self._left = left_of(group)
         self._right = right_of(group)
@@ -408,7 +398,10 @@ class Ring:
         """Post the receives of all chunks, in the order in which these come."""
         group = self._call.group
         origins = [(group.rank - distance) % group.size for distance in range(1, group.size)]
-        flows = [[(origin, chunk) for chunk in self._chunks_of(origin)] for origin in origins]
+        flows = [
+            [(origin, chunk) for chunk in chunks(self._call, self._memory[origin])]
+            for origin in origins
+        ]
         if self._direct:  # the n-th chunks of all together, each from its origin
             for chunk_of_each in zip_longest(*flows):
                 some = [chunk for chunk in chunk_of_each if chunk is not None]
@@ -419,15 +412,8 @@ class Ring:
                 self._posted.append(([(origin, chunk)], pending))
         return self
 
-    def _chunks_of(self, origin: int) -> Iterator[Tensor]:
-        """Where the chunks of a rank belong, in the order in which they come."""
-        rows = self._memory[origin]
-        runs = [rows] if self._runs is None else [rows[run] for run in self._runs[origin]]
-        for run in runs:
-            yield from chunks(self._call, run)
-
     def send(self, values: Tensor) -> None:
-        """Send rows of this rank's own; all but the last piece of a run a multiple of a chunk."""
+        """Send the next rows of this rank's own: all but the last ones a multiple of a chunk."""
         for chunk in chunks(self._call, values):
             self._send(chunk)
 
@@ -452,8 +438,6 @@ class Ring:
             if not self._direct and origin != self._right:
                 self._send(chunk)
             self._here[origin] += chunk.shape[0]
-            if self._received is not None:
-                self._received(self._here[origin], origin)
 
     def finish(self) -> None:
         """Wait until all rows are received and sent on."""
@@ -479,25 +463,16 @@ def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
 
 
 class Share:
-    """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks.
-
-    The head of `algorithms/split.py` draws who calls it, and from which row its numbers count.
-
-    Attributes:
-        result: all ranks' sums, one after the other; its indices are there from `start` on.
-    """
-
-    result: Rows
+    """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks."""
 
     def __init__(self, call: Call, among: Call | None = None) -> None:
         """
         Args:
-            call: makes the result.
+            call: makes the result: all ranks' sums, one after the other.
             among: the same call for the ranks that share, if they are not all.
         """
         self._call = call
         self._among = among or call
-        self._is_of_all = self._among is call
 
     def send_list(self, indices: Tensor) -> None:
         """Send the list of what this rank sums to the others, and begin to receive theirs.
@@ -508,58 +483,37 @@ class Share:
         self._own = indices
         self._lists = send_list_to_all(self._among, indices)
 
-    def receive_lists(self) -> list[Tensor]:
-        """Wait for the lists of the others; what each rank sums, in rank order."""
-        return in_rank_order(self._among, self._lists, self._own)
-
-    def start(self, lists: Sequence[Tensor], runs: Runs | None = None) -> Tensor:
-        """Make the result, and begin to receive the sums of the others; where this rank's belong.
-
-        Args:
-            lists: for each rank the indices of its sums.
-            runs: in which order the sums of each rank are complete; by default in that of their
-                indices.
-        """
-        self.result, parts = lay_out(self._call, lists)
-        if runs is None:
-            runs = [[slice(0, len(part))] for part in parts]
-        rank = self._among.group.rank
-        self._mine = parts[rank]
-        self._runs = runs[rank]
-        self._sent = [run.start for run in self._runs]  # of each run, the first row not sent
-        self._ready = [*self._sent]  # of each run, the first row that may change
-        received = self._call.ready if self._is_of_all else None
-        nbytes = self.result.values.nbytes / len(parts)
-        self._ring = Ring(self._among, parts, SUMS, nbytes, runs, received).start()
+    def start(self) -> Tensor:
+        """Wait for the lists of the others, and begin to receive their sums; where this rank's
+        belong in the result."""
+        lists = in_rank_order(self._among, self._lists, self._own)
+        self._result, parts = lay_out(self._call, lists)
+        self._mine = parts[self._among.group.rank]
+        self._sent = 0  # of this rank's sums
+        nbytes = self._result.values.nbytes / len(parts)
+        self._ring = Ring(self._among, parts, SUMS, nbytes).start()
         return self._mine
 
-    def send(self, stop: int, number: int = 0) -> None:
-        """Send the sums of a run before `stop` that were not sent; they do not change any more.
+    def place(self, indices: Tensor) -> Rows:
+        """Where sums with these indices, which are all of this rank's, belong in the result."""
+        self.send_list(indices)
+        return Rows(indices, self.start(), self._call.height)
 
-        A run waits until those before it are sent: the others receive runs in their order.
-        """
-        self._ready[number] = stop
-        for run, rows in enumerate(self._runs):
-            start = self._sent[run]
-            end = self._ready[run]
-            if end < rows.stop:
-                end -= (end - rows.start) % self._among.chunk_rows  # chunks are full, but the last
-            if end > start:
-                self._ring.send(self._mine[start:end])
-                self._sent[run] = end
-            if end < rows.stop:
-                break
-        if self._is_of_all:
-            self._call.ready(stop, self._among.group.rank)
+    def send(self, stop: int) -> None:
+        """Send this rank's sums before `stop` that were not sent: they do not change any more."""
+        if stop < len(self._mine):
+            stop -= stop % self._among.chunk_rows  # chunks are full, but the last
+        if stop > self._sent:
+            self._ring.send(self._mine[self._sent : stop])
+            self._sent = stop
 
     def finish(self) -> Rows:
-        """Wait until all is received and sent; the result."""
+        """Send what is left, wait until all is received and sent, and give back the memory of the
+        lists; the result."""
+        self.send(len(self._mine))
         self._ring.finish()
-        return self.result
-
-    def release(self) -> None:
-        """Give back the memory of the lists."""
         self._lists.release()
+        return self._result
 
 
 def merge_blocks(

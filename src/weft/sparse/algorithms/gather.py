@@ -3,7 +3,7 @@
 Index sets go first, so that each rank knows the result's size and every row's place before the
 first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
-each rank has (up to 16 ranks, and not between the blocks of a split) and the lists are short:
+each rank has (up to 16 ranks, and not in a step of `split`) and the lists are short:
 between distant hosts that saves a round. No row waits for another rank's arithmetic, so the link is
 never idle; but every rank receives every row of all others and repeats the whole merge.
 
@@ -57,8 +57,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         space = typed(memory, (sum(received), *call.row_shape), incoming.dtype)
         parts = torch.split(space, received)
         ring = Ring(incoming, parts, VALUES, incoming.sizes.mean * incoming.sizes.row).start()
-        for piece in rows.pieces(incoming.chunk_rows, 0, len(rows)):
-            ring.send(piece)
+        ring.send(rows.values)
         if runs is None:
             runs = in_rank_order(call, lists, indices)
         union = united(call, dict(enumerate(runs)))

@@ -13,6 +13,7 @@ gather; here of sparse rows.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -148,7 +149,7 @@ def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.dtype))
 
         bounds = balanced_bounds(call.header, call.group.size)
-        sums = reduce_to_owners(rows, call, bounds, place)
+        sums = reduce_to_owners(rows, call, bounds, replace(call, place=place))
         if call.group.rank == dst:
             return _gather_sums(sums, call)
         return _send_sums(sums, call, dst)
