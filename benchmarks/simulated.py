@@ -30,6 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -357,13 +358,14 @@ def simulate(
     def program(group: Group) -> tuple[Any, ...]:
         # two openings, of which the first is nothing but that: the difference is the schedule
         request = Request.of(rows(group.rank), op, algorithm, wire_dtype)
-        with calls.begin(group, request, "sparse_all_reduce"):
-            pass
+        with calls.begun(group, request, "sparse_all_reduce") as (_, begun):
+            sizes = begun.sizes
         opened = clock(group)
         before = group.traffic.messages, group.traffic.bytes
-        done = calls.reduced(group, request)
+        call = partial(calls.reduced, group, request)
+        result, record = group.worker.call("sparse_all_reduce", call)
         count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
-        return opened, clock(group), *count, done.line.algorithm, done.sizes, len(done.rows)
+        return opened, clock(group), *count, record.algorithm, sizes, len(result)
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them

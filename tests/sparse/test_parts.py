@@ -43,7 +43,7 @@ def posts(group, made):
     """What a part posts when it is made, and once it is started."""
     rows = weft.Rows(torch.arange(4), torch.ones(4, 2), 8)
     request = Request.of(rows, "sum", "auto", None)
-    with run.begin(group, request, "parts", looks=True) as (own, call):
+    with run.begun(group, request, "parts", looks=True) as (own, call):
         posted = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(call.group, "post", lambda *args: posted.append(args))

@@ -183,8 +183,7 @@ def job_of_one(group: Group, request: Request) -> Aside[Any]:
     """What reduces a table, when its turn has come."""
 
     def job() -> Any:
-        done = run.reduced(group, request)
-        done.note(group)
-        return request.restore(done.rows)
+        result, _ = run.reduced(group, request)
+        return request.restore(result)
 
     return Aside(group.streams, request.device, job)

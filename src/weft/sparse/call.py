@@ -24,27 +24,28 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..base.memory import fresh
 from ..group.group import Group
 from ..kernels.ops import OPS, Op
-from .destination import Destination
 from .header import Header
 from .rows import Rows
 from .sizes import Sizes
-from .trouble import Trouble
 
 
 @dataclass(slots=True)
-class Marks:
-    """Where some indices would stand among those of the result, for rows on an accelerator.
-
-    A schedule that finds these places anyway puts them here, which saves the host a wait.
+class OfDevice:
+    """What the host knows of rows on an accelerator without waiting for it.
 
     Attributes:
-        indices: ascending.
-        below: for each the number of result rows with a smaller index; empty: nobody has found it.
+        points: quantiles of this rank's indices; None: the rows are on the host.
+        marks: indices, ascending, of which the caller wants to know where they would stand among
+            those of the result.
+        below: for each mark the number of result rows with a smaller index; empty: nobody has found
+            it. An algorithm that finds these places anyway puts them here, which saves a wait.
     """
 
-    indices: Sequence[int] = ()
+    points: Sequence[int] | None = None
+    marks: Sequence[int] = ()
     below: Sequence[int] = ()
 
 
@@ -66,12 +67,10 @@ class Call:
         divisor: what the result is divided by.
         header: the combined headers of all ranks.
         sizes: of the call.
-        destination: gives memory for the result.
-        trouble: what the op raised, if it is a caller's function.
         fields: the fingerprint that all agreed on.
         headers: of each rank; none where they came combined, and in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
-        marks: places of which the caller wants to know.
+        of_device: what the host knows of rows on an accelerator.
         place: gives the memory of a result with these indices, if the schedule is one step of
             another one. The ranks that get the result then tell each other where it has rows, and
             wait for that.
@@ -87,12 +86,10 @@ class Call:
     divisor: int
     header: Header
     sizes: Sizes
-    destination: Destination
-    trouble: Trouble
     fields: Mapping[str, str]
     headers: Sequence[Header] = ()
     rows_of_all: Sequence[Rows] | None = None
-    marks: Marks = field(default_factory=Marks)
+    of_device: OfDevice = field(default_factory=OfDevice)
     place: Callable[[Tensor], Rows] | None = None
     ready: Callable[[int], object] = _ignore
 
@@ -162,13 +159,24 @@ class Call:
             sizes=sizes,
             header=header or self.header,
             headers=(),
-            marks=Marks(self.marks.indices),
             **changes,
         )
 
     def result(self, count: int) -> Rows:
-        """New memory for a result of `count` rows."""
-        return self.destination.allocate(count)
+        """New memory for a result of `count` rows, in the dtype in which it travels."""
+        given = self.given
+        device = self.device
+        indices = fresh((count,), given.indices.dtype, device)
+        values = fresh((count, *self.row_shape), self.dtype, device)
+        return Rows(indices, values, given.height)
+
+    def delivered(self, result: Rows) -> Rows:
+        """A result in the caller's dtype."""
+        dtype = self.given.values.dtype
+        if result.values.dtype == dtype:
+            return result
+        values = fresh(tuple(result.values.shape), dtype, self.device)
+        return replace(result, values=values.copy_(result.values))
 
     def result_at(self, *lists: Tensor) -> Rows:
         """Memory for a result with these indices, one list after the other, which are copied.

@@ -14,11 +14,13 @@ Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -26,8 +28,7 @@ from ..group.channels import VALUES
 from ..group.pending import Pending
 from ..wire.interface import Send
 from .call import Call
-from .header import Header, Longs
-from .local_rows import LocalRows
+from .header import Header, Longs, shares
 from .rows import Rows
 from .stream import (
     Inflow,
@@ -35,6 +36,7 @@ from .stream import (
     chunks,
     exchange_lists,
     merge_blocks,
+    source_of,
     united,
     wait_all,
 )
@@ -124,6 +126,42 @@ def _union(rows: Longs, width: Longs, ranks: int) -> Longs:
     return union
 
 
+def slices_between(indices: Tensor, bounds: Sequence[int], highest: int) -> list[slice]:
+    """The part of sorted indices between each bound and the next.
+
+    Args:
+        indices: sorted, unique; none is above `highest`.
+        bounds: ascending; may be too large for the dtype of the indices, and for int64.
+        highest: fits in the dtype of the indices.
+    """
+    keys = indices.new_tensor([max(0, min(bound, highest)) for bound in bounds])
+    before = torch.searchsorted(indices, keys).tolist()  # how many indices
+    ends = [
+        indices.numel() if bound > highest else count
+        for bound, count in zip(bounds, before, strict=True)
+    ]
+    return [slice(low, high) for low, high in pairwise(ends)]
+
+
+def _parts(call: Call, indices: Tensor, bounds: Sequence[int]) -> list[slice]:
+    """This rank's rows between each bound and the next.
+
+    Of indices on an accelerator the host knows quantiles only: a part then has some more rows on
+    both sides, up to the next quantile.
+    """
+    points = call.of_device.points
+    if points is None:
+        return slices_between(indices, bounds, call.header.highest)
+    places = shares(indices.numel()).tolist()  # of the points among the rows
+    parts = []
+    for low, high in pairwise(bounds):
+        before = bisect_left(points, low)
+        start = places[before - 1] + 1 if before else 0
+        stop = places[bisect_left(points, high)]
+        parts.append(slice(start, max(start, stop)))
+    return parts
+
+
 class SparseReduceScatter:
     """Sends this rank's rows to their owners, and receives and sums the rows that this rank owns.
 
@@ -143,7 +181,7 @@ class SparseReduceScatter:
 
     union: kernels.Union
 
-    def __init__(self, call: Call, rows: LocalRows, bounds: Sequence[int]) -> None:
+    def __init__(self, call: Call, rows: Rows, bounds: Sequence[int]) -> None:
         """
         Args:
             call: the call this is for.
@@ -158,7 +196,7 @@ class SparseReduceScatter:
         self.owner = group.rank
         self._rows = rows
         self._indices = rows.indices.to(call.wire_index)
-        self._part = rows.parts(self._indices, bounds, highest)
+        self._part = _parts(call, self._indices, bounds)
         self._span = bounds[self.owner], bounds[self.owner + 1]
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
         self._owners = [peer for peer in group.peers if owns[peer]]
@@ -221,7 +259,7 @@ class SparseReduceScatter:
     def sums(self, call: Call, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         sources: dict[int, Source] = {peer: inflow.pieces for peer, inflow in self._inflows.items()}
-        sources[self.owner] = self._rows.source(self._part[self.owner])
+        sources[self.owner] = source_of(self._rows.values[self._part[self.owner]])
         in_order = [sources[rank] for rank in sorted(sources)]
         return merge_blocks(call, self._runs, in_order, self.union, out)
 
@@ -234,7 +272,7 @@ class SparseReduceScatter:
 
 
 def reduce_to_owners(
-    rows: LocalRows, call: Call, bounds: Sequence[int], made: Call | None = None
+    rows: Rows, call: Call, bounds: Sequence[int], made: Call | None = None
 ) -> Rows:
     """Send all rows to their owners; the sums of the indices that this rank owns.
 

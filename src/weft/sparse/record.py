@@ -39,6 +39,33 @@ class Record:
     seconds: float
     ranges: tuple[int, ...] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        group: Group,
+        algorithm: str,
+        why: str,
+        rows: int = 0,
+        total: int = 0,
+        union: int = 0,
+        bound: float = 0,
+    ) -> Record:
+        """Of the call that runs, with what it has sent until now."""
+        call = group.worker.now
+        assert call is not None  # whose turn it is
+        call.measure()
+        return cls(
+            algorithm,
+            why,
+            rows,
+            total,
+            union,
+            call.messages,
+            call.sent_bytes,
+            round(bound),
+            call.seconds,
+        )
+
 
 _RECORD = "record of the last sparse call"  # of a group's state
 
@@ -48,20 +75,10 @@ def last_call(group: object = None) -> Record | None:
     return cast(Record | None, default.resolve(group).state.get(_RECORD))
 
 
-def note(group: Group, algorithm: str, why: str, *, bound: float, **figures: Any) -> None:
-    """Store the `Record` of the call that runs."""
+def note(group: Group, record: Record) -> None:
+    """Store the record of the call that runs."""
     call = group.worker.now
     assert call is not None  # whose turn it is
-    call.measure()
-    record = Record(
-        algorithm,
-        why,
-        bound_bytes=round(bound),
-        messages=call.messages,
-        sent_bytes=call.sent_bytes,
-        seconds=call.seconds,
-        **figures,
-    )
     group.state[_RECORD] = record
     call.sparse = record
 

@@ -15,7 +15,6 @@ from .rows import Rows
 
 if TYPE_CHECKING:
     from .call import Call
-    from .local_rows import LocalRows
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -23,17 +22,17 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-Schedule = Callable[["LocalRows", "Call"], Rows]
+Algorithm = Callable[[Rows, "Call"], Rows]
 """One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
 
-ALGORITHMS: dict[str, Schedule] = {}
+ALGORITHMS: dict[str, Algorithm] = {}
 """All algorithms, by name."""
 
 
-def algorithm(schedule: Schedule) -> Schedule:
+def algorithm(function: Algorithm) -> Algorithm:
     """Enter the decorated function among the algorithms, under its own name."""
-    ALGORITHMS[schedule.__name__] = schedule
-    return schedule
+    ALGORITHMS[function.__name__] = function
+    return function
 
 
 def check_name(name: str, where: str = "") -> None:

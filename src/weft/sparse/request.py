@@ -31,6 +31,7 @@ from ..base.tensors import (
 )
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
 from . import rate
+from .call import OfDevice
 from .header import POINTS
 from .registry import check_name
 from .rows import Rows
@@ -70,7 +71,7 @@ class Request:
         fields: the fingerprint: values that must be equal on all ranks.
         error: what is wrong with the arguments, or None.
         restore: converts a result to the form of the rows that were given.
-        marks: indices of `Call.marks`.
+        of_device: what the host knows of rows on an accelerator.
     """
 
     rows: Rows = NOTHING
@@ -87,7 +88,7 @@ class Request:
     fields: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
-    marks: Sequence[int] = ()
+    of_device: OfDevice = field(default_factory=OfDevice)
 
     @classmethod
     def of(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
@@ -151,6 +152,7 @@ class Request:
                     self.survey = kernels.survey([indices], POINTS)[0]
                     self._take_ends(self.survey.lowest, self.survey.highest)
                 self.distinct = self.survey.distinct
+                self.of_device.points = self.survey.points
             elif indices.numel() and not self.distinct.indices.numel():
                 self.distinct = kernels.distinct(indices)
                 ascending = self.distinct.indices
@@ -173,11 +175,11 @@ class Request:
         Args:
             rows: their indices need not be valid if there is a survey.
             survey: of the indices, if they are on an accelerator and were surveyed already.
-            marks: indices of `Call.marks`.
+            marks: of `OfDevice`.
         """
         fields = self.fields | _fields(rows)
         made = replace(self, rows=rows, distinct=_NONE, survey=survey, fields=fields)
-        made.marks = marks
+        made.of_device = OfDevice(marks=marks)
         return made.look()
 
     def __enter__(self) -> None:

@@ -1,90 +1,55 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
-1. Begin (`begin`): every rank states its arguments, and a header of its rows or the rows.
-2. Run a schedule: for a sparse all-reduce the algorithm that the rule names (`choose`).
+1. `begun`: this rank's rows in their canonical form, and a header of them, or the rows themselves;
+   all ranks tell all others their arguments and their headers, and know the same of the call.
+2. Run: for a sparse all-reduce the algorithm that the rule names (`choose`).
 3. If the op is a caller's function, which may have raised, tell each other (`confess`).
-4. Make of the result what the caller gets (`Destination.deliver`).
+4. Note what the call did (`record`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from .. import kernels
+from ..base.arguments import in_words
 from ..base.devices import current, on_host
 from ..base.tensors import dtype_in, shape_in
 from ..call.attempt import confess
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening, is_direct, opened
 from ..group.group import Group
-from .call import Call, Marks, partial_dtype, row_bytes
+from .call import Call, partial_dtype, row_bytes
+from .canonical import canonical
 from .choose import Line, chosen, is_eager
-from .destination import Destination
 from .explanation import Explanation
+from .guard import guarded
 from .header import Header, combined, described
-from .local_rows import LocalRows
 from .rate import GUESS, learn, stated, suited
-from .record import note
+from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER
 from .request import Request, travelling
 from .rows import Rows
 from .sizes import Sizes
-from .trouble import Trouble
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A call that has ended well.
-
-    Attributes:
-        line: what ran, and why.
-        rows: the result.
-        sizes: of the call.
-        fields: that all ranks agreed on.
-        below: of the call's `Marks`.
-        bound: bytes that the average rank must receive, an index counted as 4.
-        own: number of this rank's rows.
-    """
-
-    line: Line
-    rows: Rows
-    sizes: Sizes
-    fields: Mapping[str, str]
-    below: Sequence[int]
-    bound: float
-    own: int
-
-    def note(self, group: Group, **more: Any) -> None:
-        """Store the figures of the call, whose turn it is."""
-        note(
-            group,
-            *self.line,
-            bound=self.bound,
-            rows=self.own,
-            total=self.sizes.total,
-            union=len(self.rows),
-            **more,
-        )
 
 
 @contextmanager
-def begin(
+def begun(
     group: Group, request: Request, name: str, *, looks: bool = False
-) -> Iterator[tuple[LocalRows, Call]]:
+) -> Iterator[tuple[Rows, Call]]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
         group: the ranks that take part.
         request: the arguments on this rank.
         name: of the call.
-        looks: exchange headers only, even if the rows would fit in the opening exchange.
+        looks: only say where rows lie: their values are not needed.
 
     Yields:
         This rank's rows, canonical if they are to be combined, and the call. Both are good in this
@@ -93,38 +58,33 @@ def begin(
     over = group.on(request.device)
     if not on_host(request.rows.indices):
         request.look()  # which waited until weft's stream is current
-    trouble = Trouble()
-    if not request.op.builtin:
-        request = replace(request, op=trouble.guarded(request.op))
-    own = _own_rows(request, over)
+    error = request.error or over.refusal
     may_be_eager = not looks and _may_be_eager(group, request)
-    try:
-        # all ranks tell all others their arguments, and a header
-        header = _header(group, over, request, own, eager=may_be_eager)
-        # who has no rows may have to learn from others where they are (`request_of_listener`)
+    with ExitStack() as leases:
+        rows = Rows(request.distinct.indices, request.rows.values)
+        if not looks and error is None:
+            try:
+                rows = canonical(request, over.memory, leases)
+            except Exception as trouble:  # there is no memory
+                error = in_words(trouble)
+        header = _header(over, request, rows, eager=may_be_eager and error is None)
         fields = {"device": over.route, **request.fields}
-        error = request.error or over.refusal
         with opened(group, name, fields, error, header.pack(), combined) as opening:
             # from here on every rank knows the same of the call
-            request = _informed(request, opening)
+            if not len(rows):
+                request = _informed(request, opening)
+                rows = replace(request.rows, values=request.rows.values.to(request.dtype))
             known = header if is_direct(group) and header.total else None
             unpack = partial(Header.unpack, moves=request.moves)
-            shape = tuple(request.rows.row_shape)
-            headers = opening.read(unpack, shape, request.dtype, own=known)
-            call = _call_of(group, request, trouble, opening.fields, headers)
-            own.row_shape = call.row_shape
+            headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
+            call = _call_of(group, request, opening.fields, headers)
             staying = not on_host(call.given.values)
             if may_be_eager and not staying and is_eager(call.sizes, call.given.indices.itemsize):
                 call = replace(call, rows_of_all=_rows_of_all(group, headers))
             elif group.size > 1:
                 fitted = suited(call.sizes, call.group, call.header.rate, staying=staying)
                 call = call.with_sizes(fitted)
-            yield own, call
-    except BaseException:
-        trouble.forget()  # the group is lost, or all have another error
-        raise
-    finally:
-        own.release()
+            yield rows, call
 
 
 def _may_be_eager(group: Group, request: Request) -> bool:
@@ -136,37 +96,24 @@ def _may_be_eager(group: Group, request: Request) -> bool:
     return request.moves or request.algorithm == "auto"
 
 
-def _own_rows(request: Request, over: Group) -> LocalRows:
-    """This rank's rows, combined when they are read, unless they only move."""
-    rows = request.rows
-    if request.moves:
-        distinct = kernels.Distinct(rows.indices.contiguous(), None, None)
-    else:
-        distinct = request.distinct
-    points = None if request.survey is None else request.survey.points
-    return LocalRows(rows, distinct, request.op, request.dtype, over.memory, points)
-
-
-def _header(group: Group, over: Group, request: Request, own: LocalRows, *, eager: bool) -> Header:
+def _header(over: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
-    row = row_bytes(own.row_shape, request.dtype)
-    carries = eager and Header.fits(len(own), own.indices.element_size(), row)
+    row = row_bytes(tuple(rows.row_shape), request.dtype)
+    carries = eager and Header.fits(len(rows), rows.indices.element_size(), row)
     # an error of this rank may be that WEFT_LINK says no rate
     rate = stated(over) if request.error is None else GUESS
     return Header.of(
-        own.indices,
+        rows.indices,
         rate=rate,
         highest=request.highest if request.moves else None,
-        values=own.values if carries else None,
+        values=rows.values if carries else None,
         survey=request.survey,
     )
 
 
 def _informed(request: Request, opening: Opening) -> Request:
-    """The request; on a rank without rows they are of the others' kind, as far as it is known."""
+    """The request of a rank without rows: of the others' kind, as far as it is known."""
     rows = request.rows
-    if len(rows):
-        return request
     row_shape: Sequence[int] = rows.row_shape
     if opening.fields["row shape"] != UNKNOWN:
         row_shape = opening.field("row shape", shape_in)
@@ -206,11 +153,7 @@ def _device_of(kind: str) -> torch.device:
 
 
 def _call_of(
-    group: Group,
-    request: Request,
-    trouble: Trouble,
-    fields: Mapping[str, str],
-    headers: list[Header],
+    group: Group, request: Request, fields: Mapping[str, str], headers: list[Header]
 ) -> Call:
     """The call, of which all ranks know the same."""
     rows = request.rows
@@ -230,11 +173,9 @@ def _call_of(
         divisor=group.size if op.mean else 1,
         header=header,
         sizes=_sizes(group.size, request, summed_as, header),
-        destination=Destination(rows, request.dtype),
-        trouble=trouble,
         fields=fields,
         headers=headers if is_direct(group) else (),
-        marks=Marks(request.marks),
+        of_device=request.of_device,
     )
 
 
@@ -276,63 +217,64 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    schedule: Callable[[LocalRows, Call], tuple[Line, Rows]],
+    algorithm: Callable[[Rows, Call], tuple[Line, Rows]],
     *,
     apart: bool = False,
-) -> Done:
-    """Open a call, run its schedule, raise late errors, and hand out the result; collective.
+) -> tuple[Rows, Record]:
+    """Begin a call, run it, raise late errors, and note what it did; collective.
 
     Args:
-        group, request, name: see `begin`.
-        schedule: runs in the open call, with this rank's rows; returns what ran, and the result.
+        group, request, name: see `begun`.
+        algorithm: gets this rank's rows and the call; returns what ran, and the result.
         apart: whether ranks get different results.
+
+    Returns:
+        The result, of the caller's dtype, and the record.
 
     Raises:
         WeftError: a caller's function raised; the same text on every rank.
     """
-    with begin(group, request, name) as (own, call):
-        began = time.perf_counter()
-        line, result = schedule(own, call)
-        seconds = time.perf_counter() - began
+    raised: list[BaseException] = []
+    if not request.op.builtin:
+        request = replace(request, op=guarded(request.op, raised))
     try:
+        with begun(group, request, name) as (rows, call):
+            start = time.perf_counter()
+            line, result = algorithm(rows, call)
+            seconds = time.perf_counter() - start
+            result = call.delivered(result)
         if not call.op.builtin:  # its function may have raised on this rank alone
-            confess(group, f"the end of {name}", call.trouble.error)
+            confess(group, f"the end of {name}", raised[0] if raised else None)
     finally:
-        call.trouble.forget()
+        raised.clear()
     if apart:  # nobody knows all rows of the result
         bound = call.sizes.bound_to_one
     else:
         bound = call.sizes.bound(len(result))
         learn(call.group, call.sizes, len(result), seconds)
-    return Done(
-        line,
-        call.destination.deliver(result),
-        call.sizes,
-        call.fields,
-        call.marks.below,
-        bound,
-        own=len(own),
-    )
+    record = Record.of(group, *line, len(rows), call.sizes.total, len(result), bound)
+    note(group, record)
+    return result, record
 
 
-def reduced(group: Group, request: Request) -> Done:
+def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
     """Run one sparse all-reduce; collective."""
 
-    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
         line = _line(request, call)
         if line.algorithm == ALONE:
-            return line, _alone(own, call)
+            return line, _alone(rows, call)
         if line.algorithm == EAGER:
             assert call.rows_of_all is not None
             return line, merge_eager(call.rows_of_all, call)
-        return line, ALGORITHMS[line.algorithm](own, call)
+        return line, ALGORITHMS[line.algorithm](rows, call)
 
-    return performed(group, request, "sparse_all_reduce", schedule)
+    return performed(group, request, "sparse_all_reduce", algorithm)
 
 
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
-    with begin(group, request, "explain", looks=True) as (_, call):
+    with begun(group, request, "explain", looks=True) as (_, call):
         pass
     return Explanation.of(_line(request, call), call.sizes)
 
@@ -355,7 +297,7 @@ def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:
     return result
 
 
-def _alone(rows: LocalRows, call: Call) -> Rows:
+def _alone(rows: Rows, call: Call) -> Rows:
     result = call.result_at(rows.indices)
     result.values.copy_(rows.values)
     return result

@@ -50,6 +50,12 @@ Source = Callable[[int, int], Iterable[Tensor]]
 """Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be
 in the order of the rows."""
 
+
+def source_of(values: Tensor) -> Source:
+    """A source of rows that are there."""
+    return lambda start, stop: (values[start:stop],)
+
+
 _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
 
@@ -150,7 +156,7 @@ class _ListsOfKnownLength(IndexLists):
     """The same on an accelerator, sent as they are: all ranks first tell each other the lengths.
 
     So a receive is as long as its message, and the host need not read one on an accelerator. The
-    ranks also tell each other their parts of `call.marks`, which add up.
+    ranks also tell each other their parts of `call.of_device`, which add up.
     """
 
     are_sent = True
@@ -164,11 +170,11 @@ class _ListsOfKnownLength(IndexLists):
         return self
 
     def _exchange_lengths(self) -> dict[int, int]:
-        """How many indices each source sends here; sets `call.marks.below`."""
+        """How many indices each source sends here; sets `call.of_device.below`."""
         call = self._call
         size = call.group.size
         counts = [self._lists[peer].numel() if peer in self._lists else 0 for peer in range(size)]
-        numbers = struct.Struct(f"<{size + len(call.marks.below)}q")
+        numbers = struct.Struct(f"<{size + len(call.of_device.below)}q")
 
         def read(raw: bytes | memoryview) -> tuple[int, ...]:
             found = numbers.unpack(raw)
@@ -176,10 +182,10 @@ class _ListsOfKnownLength(IndexLists):
                 raise ValueError(f"of {call.header.total} rows they are {found}")
             return found
 
-        message = numbers.pack(*counts, *call.marks.below)
+        message = numbers.pack(*counts, *call.of_device.below)
         of_all = call.group.all_gather_bytes(message, read, "lengths of lists")
         below = [numbers_of_rank[size:] for numbers_of_rank in of_all]
-        call.marks.below = [sum(each) for each in zip(*below, strict=True)]
+        call.of_device.below = [sum(each) for each in zip(*below, strict=True)]
         return {peer: of_all[peer][call.group.rank] for peer in self._sources}
 
     def wait(self) -> dict[int, Tensor]:
@@ -228,13 +234,13 @@ def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Te
 def united(
     call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
 ) -> kernels.Union:
-    """The union of index lists; sets `call.marks.below`.
+    """The union of index lists; sets `call.of_device.below`.
 
     Args:
         call: the call this is for.
         lists: by rank, in rank order.
         span: of the indices that this rank owns, if the lists have others, too. The union's `below`
-            then says where they begin and end, and `call.marks` counts only them.
+            then says where they begin and end, and `call.of_device` counts only them.
 
     Raises:
         WireError: as `ascending`.
@@ -242,12 +248,12 @@ def united(
     ends = span or ()
     with ascending(call, lists):
         union = kernels.union(
-            [*lists.values()], (*ends, *call.marks.indices), call.sizes.places - 1
+            [*lists.values()], (*ends, *call.of_device.marks), call.sizes.places - 1
         )
     of_ends = union.below[: len(ends)]
     of_marks = union.below[len(ends) :]
     begin, end = of_ends or (0, union.indices.numel())
-    call.marks.below = [min(max(each, begin), end) - begin for each in of_marks]
+    call.of_device.below = [min(max(each, begin), end) - begin for each in of_marks]
     return union._replace(below=of_ends)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -35,9 +36,8 @@ from ..call.opening import opened
 from ..call.statement import BODY, Bytes
 from ..group.group import Group
 from . import run
-from .choose import Line
 from .header import POINTS
-from .record import note
+from .record import Record, note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
 from .rows import Rows
@@ -184,24 +184,19 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     """
     stated = _stated(group, requests, error)
     kinds = _kinds(stated, requests)
-    done = [run.reduced(group, kind.request(requests)) for kind in kinds]
-    # where tables begin in the results, unless the schedule knows: read together, with one wait
-    pairs = list(zip(kinds, done, strict=True))
-    unknown = [kind.ends(one.rows) for kind, one in pairs if kind.tall and not one.below]
+    calls = [kind.request(requests) for kind in kinds]
+    done = [run.reduced(group, call) for call in calls]
+    # where tables begin in the results, unless the algorithm knows: read together, with one wait
+    found = [
+        (kind, call.of_device.below, rows)
+        for kind, call, (rows, _) in zip(kinds, calls, done, strict=True)
+    ]
+    unknown = [kind.ends(rows) for kind, below, rows in found if kind.tall and not below]
     ends = iter(kernels.read(torch.cat(unknown)) if unknown else ())
     parts: dict[int, Rows] = {}
-    for kind, one in pairs:
-        parts |= kind.parts(one.rows, requests, iter(one.below or ends))
-    names, reasons = zip(*([one.line for one in done] or [_of_nothing(group)]), strict=True)
-    note(
-        group,
-        " and ".join(dict.fromkeys(names)),
-        "; ".join(dict.fromkeys(reasons)),
-        rows=sum(one.own for one in done),
-        total=sum(one.sizes.total for one in done),
-        union=sum(len(one.rows) for one in done),
-        bound=sum(one.bound for one in done),
-    )
+    for kind, below, rows in found:
+        parts |= kind.parts(rows, requests, iter(below or ends))
+    note(group, _of_all(group, [record for _, record in done]))
     results = []
     for table, request in enumerate(requests):
         part = parts.get(table)
@@ -209,11 +204,21 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     return results
 
 
-def _of_nothing(group: Group) -> Line:
-    """What "runs" where no rank has rows of any table."""
-    if group.size == 1:
-        return Line(ALONE, "the group has one rank")
-    return Line(EAGER, "no rank has rows, and nothing is sent after ranks have said so")
+def _of_all(group: Group, records: Sequence[Record]) -> Record:
+    """One record of the calls for all tables; without any no rank has rows."""
+    if not records and group.size == 1:
+        return Record.of(group, ALONE, "the group has one rank")
+    if not records:
+        return Record.of(group, EAGER, "no rank has rows, and nothing is sent after ranks said so")
+    return replace(
+        records[-1],  # which counted the messages of all
+        algorithm=" and ".join(dict.fromkeys(each.algorithm for each in records)),
+        why="; ".join(dict.fromkeys(each.why for each in records)),
+        rows=sum(each.rows for each in records),
+        total=sum(each.total for each in records),
+        union=sum(each.union for each in records),
+        bound_bytes=sum(each.bound_bytes for each in records),
+    )
 
 
 class _Kind(NamedTuple):

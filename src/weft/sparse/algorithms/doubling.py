@@ -24,13 +24,12 @@ from torch import Tensor
 from ... import kernels
 from ...base.memory import typed
 from ..call import Call
-from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..rows import Rows
 
 
 @algorithm
-def doubling(rows: LocalRows, call: Call) -> Rows:
+def doubling(rows: Rows, call: Call) -> Rows:
     group = call.group
     rank = group.rank
     core = 1 << (group.size.bit_length() - 1)

@@ -23,7 +23,6 @@ from torch import Tensor
 from ...base.memory import typed
 from ...group.channels import VALUES
 from ..call import Call
-from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..rows import Rows
 from ..stream import (
@@ -31,12 +30,13 @@ from ..stream import (
     in_rank_order,
     merge_blocks,
     send_list_to_all,
+    source_of,
     united,
 )
 
 
 @algorithm
-def gather(rows: LocalRows, call: Call) -> Rows:
+def gather(rows: Rows, call: Call) -> Rows:
     group = call.group
     incoming = call.incoming
 
@@ -63,7 +63,7 @@ def gather(rows: LocalRows, call: Call) -> Rows:
         union = united(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
-        sources[group.rank] = rows.source(slice(0, len(rows)))
+        sources[group.rank] = source_of(rows.values)
         for _, stop in merge_blocks(call, runs, sources, union, result.values):
             call.ready(stop)
         ring.finish()

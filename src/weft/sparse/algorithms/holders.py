@@ -46,7 +46,6 @@ from ...kernels import Shares
 from ...wire.interface import Lease
 from ..call import Call
 from ..header import Longs
-from ..local_rows import LocalRows
 from ..registry import algorithm
 from ..relay import Relay, relay_rows
 from ..rows import Rows
@@ -63,7 +62,7 @@ from ..stream import (
 
 
 @algorithm
-def holders(own: LocalRows, call: Call) -> Rows:
+def holders(own: Rows, call: Call) -> Rows:
     # to all: index lists
     indices = own.indices.to(call.wire_index)
     lists = send_list_to_all(call, indices)
@@ -82,17 +81,15 @@ def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
         equal = [_ONE] * call.group.size
         last = call.sizes.places - 1
         with ascending(call, dict(enumerate(runs))):
-            union, shares = kernels.unite_and_share(runs, equal, call.marks.indices, last)
-        call.marks.below = union.below
+            union, shares = kernels.unite_and_share(runs, equal, call.of_device.marks, last)
+        call.of_device.below = union.below
         return union, shares
     union = kernels.union(runs)
     total = union.indices.numel()
     return union, kernels.shares(union.slots, total, weights(union.slots, total))
 
 
-def _move_values(
-    call: Call, own: LocalRows, union: kernels.Union, shares: Shares, out: Tensor
-) -> None:
+def _move_values(call: Call, own: Rows, union: kernels.Union, shares: Shares, out: Tensor) -> None:
     """Send rows to those who sum them, and all sums to all."""
     me = call.group.rank
     at_once = call.sizes.staying
@@ -142,7 +139,7 @@ def _gather_at_once(
 
 
 @contextmanager
-def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]:
+def _sent(call: Call, own: Rows, dealt: Sequence[Tensor]) -> Iterator[None]:
     """Send each peer the rows that it was dealt, which it sums; at the end wait for that.
 
     They are copied together, since a message is one piece of memory.
@@ -157,7 +154,7 @@ def _sent(call: Call, own: LocalRows, dealt: Sequence[Tensor]) -> Iterator[None]
             lease = call.group.lease(len(rows) * call.sizes.row)
             leases.append(lease)
             together = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
-            own.take(rows, together)
+            torch.index_select(own.values, 0, rows, out=together)
             under_way += send_rows(call, peer, together)
     yield
     wait_all(under_way)
@@ -169,7 +166,7 @@ class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
-        self, call: Call, own: LocalRows, slots: Sequence[Tensor], shares: Shares, step: int
+        self, call: Call, own: Rows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
         """
         Args:
@@ -181,7 +178,7 @@ class _Sums:
         """
         self._call = call
         self._incoming = call.incoming
-        self._own = own
+        self._own = own.values
         self._slots = slots
         self._shares = shares
         self._step = step
@@ -199,7 +196,7 @@ class _Sums:
             rows, places = kernels.pick(self._slots[rank], self._shares, rank, group.rank)
             if rank == group.rank:
                 self._rows = rows
-                source = _own_rows(self._call, self._own, rows)
+                source = _rows_at(rows, self._own)
             else:
                 inflow = Inflow(self._incoming, rank, len(rows)).start()
                 self._inflows.append(inflow)
@@ -220,7 +217,7 @@ class _Sums:
         if not self._direct and not (is_alone and self._incoming.dtype == call.dtype):
             sums = typed(self._lease.tensor, tuple(out.shape), call.partial)
         if is_alone:  # nothing is added, so nothing has to be widened
-            self._own.take(self._rows[first : first + len(out)], sums)
+            torch.index_select(self._own, 0, self._rows[first : first + len(out)], out=sums)
             call.finish(sums, out)
             return
         for places, source, bounds in self._runs:
@@ -237,20 +234,13 @@ class _Sums:
             inflow.release()
 
 
-def _own_rows(call: Call, own: LocalRows, positions: Tensor) -> Source:
+def _rows_at(positions: Tensor, values: Tensor) -> Source:
     """This rank's own rows at some positions, as a source.
 
     A function and no method of `_Sums`, which holds it: that would be a circle of references, and
     the memory of a call would be kept until the garbage collector runs.
     """
-
-    def pieces(start: int, stop: int) -> Iterator[Tensor]:
-        shape = stop - start, *call.row_shape
-        piece = torch.empty(shape, dtype=call.incoming.dtype, device=call.device)
-        own.take(positions[start:stop], piece)
-        yield piece
-
-    return pieces
+    return lambda start, stop: (values[positions[start:stop]],)
 
 
 _SAMPLE = (512, 1024)  # places looked at: for many ranks, for few

@@ -39,7 +39,6 @@ from torch import Tensor
 from ...base.memory import typed
 from ..call import Call
 from ..choose import between_hosts
-from ..local_rows import LocalRows, SummedRows
 from ..owners import SparseReduceScatter, balanced_bounds, reduce_to_owners
 from ..registry import ALGORITHMS, algorithm
 from ..rows import Rows
@@ -47,13 +46,13 @@ from ..stream import Share
 
 
 @algorithm
-def split(rows: LocalRows, call: Call) -> Rows:
+def split(rows: Rows, call: Call) -> Rows:
     if call.sizes.begins_in_hosts:
         return _summed_by_hosts(rows, call)
     return _summed_by_all(rows, call)
 
 
-def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
+def _summed_by_all(rows: Rows, call: Call) -> Rows:
     bounds = balanced_bounds(call.header, call.group.size)
     scatter = SparseReduceScatter(call, rows, bounds)
     share = Share(call)
@@ -76,7 +75,7 @@ def _summed_by_all(rows: LocalRows, call: Call) -> Rows:
     return result
 
 
-def _summed_by_hosts(rows: LocalRows, call: Call) -> Rows:
+def _summed_by_hosts(rows: Rows, call: Call) -> Rows:
     group = call.group
     hosts, places = call.sizes.ranks_of_hosts, call.sizes.places_of_hosts
     host = next(ranks for ranks in hosts if group.rank in ranks)
@@ -101,7 +100,7 @@ def _summed_by_hosts(rows: LocalRows, call: Call) -> Rows:
             line, sizes = between_hosts(call.sizes)
             header = call.header.within(bounds[place], bounds[place + 1])
             among = call.among(of_place, sizes, header, place=share.place, ready=share.send)
-            ALGORITHMS[line.algorithm](SummedRows(sums), among)
+            ALGORITHMS[line.algorithm](sums, among)
         else:
             share.place(sums.indices)
 

@@ -31,7 +31,6 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form
-from ..local_rows import LocalRows
 from ..record import started
 from ..registry import ALONE, EAGER
 from ..request import Request
@@ -137,20 +136,19 @@ def sparse_all_gather(
         is_async = truth("async_op", async_op)
     counts: list[int] = []
 
-    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
         counts.extend(_counts(own, call))
         return joined(own, call, counts)
 
     def job() -> Any:
-        done = performed(group, request, _NAME, schedule)
-        done.note(group)
-        result = request.restore(done.rows)
-        return (result, torch.tensor(counts)) if with_counts else result
+        result, _ = performed(group, request, _NAME, schedule)
+        restored = request.restore(result)
+        return (restored, torch.tensor(counts)) if with_counts else restored
 
     return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
 
-def _counts(own: LocalRows, call: Call) -> list[int]:
+def _counts(own: Rows, call: Call) -> list[int]:
     """How many rows each rank has."""
     if call.headers:
         return call.counts
@@ -159,7 +157,7 @@ def _counts(own: LocalRows, call: Call) -> list[int]:
     return call.group.all_gather_bytes(count, lambda raw: numbers[int.from_bytes(raw, "little")])
 
 
-def joined(own: LocalRows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
+def joined(own: Rows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     group = call.group
     part = consecutive(counts)  # of each rank

@@ -19,7 +19,6 @@ from ...call.attempt import preparing
 from ...group import default
 from ..call import Call
 from ..choose import Line
-from ..local_rows import LocalRows
 from ..record import started
 from ..request import NOTHING, Request
 from ..rows import Rows
@@ -87,17 +86,19 @@ def sparse_broadcast(
             request.fields["row shape"] = tuple(request.rows.row_shape)
         is_async = truth("async_op", async_op)
 
-    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+    forms: list[str] = []
+
+    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
+        forms.append(call.fields["form"])
         if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])
 
     def job() -> Any:
-        done = performed(group, request, _NAME, schedule)
-        done.note(group)
-        form = done.fields["form"]
-        given = src, "rows", _formed, done.rows, form
-        result = request.restore(done.rows) if here else group.decode(*given)
+        found, _ = performed(group, request, _NAME, schedule)
+        (form,) = forms
+        given = src, "rows", _formed, found, form
+        result = request.restore(found) if here else group.decode(*given)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result

@@ -30,7 +30,6 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..local_rows import LocalRows
 from ..owners import balanced_bounds, reduce_to_owners
 from ..record import started
 from ..registry import ALONE, EAGER
@@ -123,7 +122,7 @@ def sparse_reduce(
         request.take_root("group_dst", dst, group_dst, group.size)
         is_async = truth("async_op", async_op)
 
-    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
         if call.rows_of_all is not None:
             return Line(EAGER), merge_eager(call.rows_of_all, call) if here else call.result(0)
         if group.size > DIRECTLY and not call.sizes.on_one_host:
@@ -133,14 +132,13 @@ def sparse_reduce(
         return Line(ALONE if group.size == 1 else "direct"), reduce_to_owners(own, call, all_his)
 
     def job() -> Any:
-        done = performed(group, request, _NAME, schedule, apart=True)
-        done.note(group)
-        return request.restore(done.rows) if here else None
+        result, _ = performed(group, request, _NAME, schedule, apart=True)
+        return request.restore(result) if here else None
 
     return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
 
-def _by_owners(rows: LocalRows, call: Call, dst: int) -> Rows:
+def _by_owners(rows: Rows, call: Call, dst: int) -> Rows:
     """The schedule `owners`: rows go to their owners, then all sums to one rank."""
     with ExitStack() as leases:
 

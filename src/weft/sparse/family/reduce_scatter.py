@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -24,9 +25,8 @@ from ..call import Call
 from ..choose import Line
 from ..forms import Form, Reduction
 from ..header import Header, described
-from ..local_rows import LocalRows, slices_between
-from ..owners import balanced_bounds, reduce_to_owners
-from ..record import started
+from ..owners import balanced_bounds, reduce_to_owners, slices_between
+from ..record import note, started
 from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
@@ -112,7 +112,7 @@ def sparse_reduce_scatter(
         is_async = truth("async_op", async_op)
     bounds: list[int] = []
 
-    def schedule(own: LocalRows, call: Call) -> tuple[Line, Rows]:
+    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
         bounds.extend(chosen or _balanced(call))
         return _scattered(own, call, bounds)
 
@@ -120,9 +120,9 @@ def sparse_reduce_scatter(
         if chosen and request.look().error is None and len(request.rows):
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
-        done = performed(group, request, _NAME, schedule, apart=True)
-        done.note(group, ranges=tuple(bounds))
-        return request.restore(done.rows)
+        result, record = performed(group, request, _NAME, schedule, apart=True)
+        note(group, replace(record, ranges=tuple(bounds)))
+        return request.restore(result)
 
     return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
 
@@ -141,7 +141,7 @@ def _take_ranges(
     return None
 
 
-def _scattered(own: LocalRows, call: Call, bounds: Sequence[int]) -> tuple[Line, Rows]:
+def _scattered(own: Rows, call: Call, bounds: Sequence[int]) -> tuple[Line, Rows]:
     group = call.group
     if call.rows_of_all is None:
         name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
