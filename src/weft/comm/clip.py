@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.arguments import shown
+from ..base.arguments import shown, truth
 from ..base.errors import WeftError, entry
 from ..group.group import Group
 from .all_reduce import Reduction
@@ -78,6 +78,11 @@ def clip_grad_norm_(
     if not (most >= 0 and p > 0):
         said = f"max_norm is {shown(max_norm)} and norm_type {shown(norm_type)}"
         error = f"{said}: the first must be at least 0 and the second above it"
+    try:
+        truth("error_if_nonfinite", error_if_nonfinite)
+        truth("foreach", foreach)
+    except WeftError as wrong:
+        error = str(wrong)
     if error and not groups:
         raise WeftError(error)
     values: dict[Tensor, Tensor] = {}

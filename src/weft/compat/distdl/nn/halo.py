@@ -78,7 +78,8 @@ class HaloExchange(nn.HaloExchange):
 
     def _without_halo(self, x: Any) -> Any:
         """A worker's part of the tensor, with what lies beyond the edges of the grid."""
-        if not isinstance(x, Tensor) or x.dim() < len(self._inside):
+        is_dense = isinstance(x, Tensor) and x.layout == torch.strided
+        if not is_dense or x.dim() < len(self._inside):
             return x  # which weft's layer refuses
         for dim, (before, after) in enumerate(self._inside):
             length = x.shape[dim] - before - after
