@@ -15,7 +15,6 @@ from weft.base.devices import on_host
 from weft.group.channels import LISTS
 from weft.group.group import Group
 from weft.sparse import last_call
-from weft.sparse.family.reduce import DIRECTLY
 from weft.testing import expected, run, spmd
 
 SIZES = (1, 2, 3, 7)
@@ -155,8 +154,7 @@ def test_one_rank_gets_the_sum(group):
             if group.size == 1:
                 assert ran == "alone"
             elif kind in ("many", "skew", "one") or not on_host(want.values):
-                is_apart = hosts.startswith("ab")
-                assert ran == ("owners" if is_apart and group.size > DIRECTLY else "direct")
+                assert ran == "direct"
             else:
                 assert ran == "eager"
 
@@ -265,7 +263,7 @@ def test_forms_and_devices_stay(group):
     ("kind", "dtype"),
     [("few", torch.float64), ("many", torch.float32), ("empty on some", torch.bfloat16)],
 )
-@spmd(1, 3, 5, on=THREADS)  # a sum for one rank goes directly there, and through owners
+@spmd(1, 3, 5, on=THREADS)  # a sum for one rank goes directly there
 def test_rounded_on_the_wire(group, kind, dtype):
     """Reductions as the all-reduce rounds; what is only moved once, on its own rank too."""
     for narrow in (torch.bfloat16, torch.float16):

@@ -272,6 +272,13 @@ def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
     return performed(group, request, "sparse_all_reduce", algorithm)
 
 
+def sibling(call: Call, name: str) -> Line:
+    """What runs in a call that has no choice but its own algorithm, of that name."""
+    if call.rows_of_all is not None:
+        return Line(EAGER)
+    return Line(ALONE if call.group.size == 1 else name)
+
+
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
     with begun(group, request, "explain", looks=True) as (_, call):

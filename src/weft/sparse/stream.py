@@ -8,7 +8,7 @@
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
   at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Sizes.sends_directly` says where each
   rank sends to all others instead.
-* `lay_out` and `Share`: one result for the sums of all owners of index ranges.
+* `Share`: one result for the sums of all owners of index ranges.
 * `merge_blocks`: merges own rows and inflows in rank order, block by block, while later chunks are
   still on the wire.
 
@@ -457,17 +457,6 @@ def consecutive(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
-def lay_out(call: Call, lists: Sequence[Tensor]) -> tuple[Rows, list[Tensor]]:
-    """Make the result with these index lists one after the other (`Call.result_at`).
-
-    Returns:
-        The result, in which no sums are yet, and the part of its values for each list.
-    """
-    result = call.result_at(*lists)
-    places = consecutive(map(len, lists))
-    return result, [result.values[part] for part in places]
-
-
 class Share:
     """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks."""
 
@@ -493,7 +482,8 @@ class Share:
         """Wait for the lists of the others, and begin to receive their sums; where this rank's
         belong in the result."""
         lists = in_rank_order(self._among, self._lists, self._own)
-        self._result, parts = lay_out(self._call, lists)
+        self._result = self._call.result_at(*lists)
+        parts = [self._result.values[part] for part in consecutive(map(len, lists))]
         self._mine = parts[self._among.group.rank]
         self._sent = 0  # of this rank's sums
         nbytes = self._result.values.nbytes / len(parts)

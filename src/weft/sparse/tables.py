@@ -209,7 +209,8 @@ def _of_all(group: Group, records: Sequence[Record]) -> Record:
     if not records and group.size == 1:
         return Record.of(group, ALONE, "the group has one rank")
     if not records:
-        return Record.of(group, EAGER, "no rank has rows, and nothing is sent after ranks said so")
+        why = "no rank has rows, and nothing is sent after ranks have said so"
+        return Record.of(group, EAGER, why)
     return replace(
         records[-1],  # which counted the messages of all
         algorithm=" and ".join(dict.fromkeys(each.algorithm for each in records)),

@@ -32,10 +32,9 @@ from ..call import Call
 from ..choose import Line
 from ..forms import Form
 from ..record import started
-from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import performed
+from ..run import performed, sibling
 from ..stream import Ring, consecutive
 
 _NAME = "sparse_all_gather"
@@ -136,12 +135,12 @@ def sparse_all_gather(
         is_async = truth("async_op", async_op)
     counts: list[int] = []
 
-    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
-        counts.extend(_counts(own, call))
-        return joined(own, call, counts)
+    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+        counts.extend(_counts(rows, call))
+        return sibling(call, "ring"), concatenated(rows, call, counts)
 
     def job() -> Any:
-        result, _ = performed(group, request, _NAME, schedule)
+        result, _ = performed(group, request, _NAME, algorithm)
         restored = request.restore(result)
         return (restored, torch.tensor(counts)) if with_counts else restored
 
@@ -157,7 +156,7 @@ def _counts(own: Rows, call: Call) -> list[int]:
     return call.group.all_gather_bytes(count, lambda raw: numbers[int.from_bytes(raw, "little")])
 
 
-def joined(own: Rows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
+def concatenated(own: Rows, call: Call, counts: Sequence[int]) -> Rows:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     group = call.group
     part = consecutive(counts)  # of each rank
@@ -166,7 +165,7 @@ def joined(own: Rows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
         for rows, place in zip(call.rows_of_all, part, strict=True):
             result.indices[place] = rows.indices
             result.values[place] = rows.values
-        return Line(EAGER), result
+        return result
     mine = part[group.rank]
     indices = result.indices.to(call.wire_index)
     indices[mine] = own.indices
@@ -180,4 +179,4 @@ def joined(own: Rows, call: Call, counts: Sequence[int]) -> tuple[Line, Rows]:
     for ring in rings:
         ring.finish()
     result.indices.copy_(indices)
-    return Line(ALONE if group.size == 1 else "ring"), result
+    return result

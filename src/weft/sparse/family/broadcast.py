@@ -1,8 +1,8 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
-Few rows travel in the opening exchange. More go between hosts from rank to rank along the ring in
-chunks (`all_gather.joined`, where all others have no rows), so a link carries them once; within a
-host, and on accelerators, the source sends them to every rank.
+It is a `sparse_all_gather` in which all others have no rows: few travel in the opening exchange;
+more go between hosts from rank to rank along the ring in chunks, so a link carries them once;
+within a host, and on accelerators, the source sends them to every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..choose import Line
 from ..record import started
 from ..request import NOTHING, Request
 from ..rows import Rows
-from ..run import performed
-from .all_gather import joined
+from ..run import performed, sibling
+from .all_gather import concatenated
 
 _NAME = "sparse_broadcast"
 # bytes: small ones fill the chain of hosts sooner, where 8 at 1 Gbit/s take 0.83 to 0.92 times as
@@ -88,14 +88,15 @@ def sparse_broadcast(
 
     forms: list[str] = []
 
-    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
         forms.append(call.fields["form"])
         if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
-        return joined(own, call, [call.sizes.total * (rank == src) for rank in range(group.size)])
+        counts = [call.sizes.total * (rank == src) for rank in range(group.size)]
+        return sibling(call, "ring"), concatenated(rows, call, counts)
 
     def job() -> Any:
-        found, _ = performed(group, request, _NAME, schedule)
+        found, _ = performed(group, request, _NAME, algorithm)
         (form,) = forms
         given = src, "rows", _formed, found, form
         result = request.restore(found) if here else group.decode(*given)

@@ -27,10 +27,9 @@ from ..forms import Form, Reduction
 from ..header import Header, described
 from ..owners import balanced_bounds, reduce_to_owners, slices_between
 from ..record import note, started
-from ..registry import ALONE, EAGER
 from ..request import Request
 from ..rows import Rows
-from ..run import merge_eager, performed
+from ..run import merge_eager, performed, sibling
 
 _NAME = "sparse_reduce_scatter"
 _SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
@@ -112,15 +111,15 @@ def sparse_reduce_scatter(
         is_async = truth("async_op", async_op)
     bounds: list[int] = []
 
-    def schedule(own: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
         bounds.extend(chosen or _balanced(call))
-        return _scattered(own, call, bounds)
+        return sibling(call, "reduce_scatter"), sums_in(bounds, rows, call)
 
     def job() -> Any:
         if chosen and request.look().error is None and len(request.rows):
             with request:
                 _check_ends(chosen, request.lowest, request.highest)
-        result, record = performed(group, request, _NAME, schedule, apart=True)
+        result, record = performed(group, request, _NAME, algorithm, apart=True)
         note(group, replace(record, ranges=tuple(bounds)))
         return request.restore(result)
 
@@ -141,18 +140,17 @@ def _take_ranges(
     return None
 
 
-def _scattered(own: Rows, call: Call, bounds: Sequence[int]) -> tuple[Line, Rows]:
-    group = call.group
+def sums_in(bounds: Sequence[int], rows: Rows, call: Call) -> Rows:
+    """The sums of the indices that this rank owns: see `SparseReduceScatter`; collective."""
     if call.rows_of_all is None:
-        name = ALONE if group.size == 1 else _NAME.removeprefix("sparse_")
-        return Line(name), reduce_to_owners(own, call, bounds)
-    mine = bounds[group.rank : group.rank + 2]
-    highest = call.header.highest
+        return reduce_to_owners(rows, call, bounds)
+    rank = call.group.rank
+    mine = bounds[rank : rank + 2]
     parts = []
-    for rows in call.rows_of_all:
-        part = slices_between(rows.indices, mine, highest)[0]
-        parts.append(Rows(rows.indices[part], rows.values[part]))
-    return Line(EAGER), merge_eager(parts, call)
+    for each in call.rows_of_all:
+        (part,) = slices_between(each.indices, mine, call.header.highest)
+        parts.append(Rows(each.indices[part], each.values[part]))
+    return merge_eager(parts, call)
 
 
 def _balanced(call: Call) -> list[int]:
