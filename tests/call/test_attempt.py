@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import weft
+from weft.base.errors import conclusion
+from weft.call.attempt import preparing
+from weft.call.opening import opened
 from weft.testing import spmd
 
 
@@ -70,3 +73,50 @@ def test_names_are_compared_and_may_be_long(group):
 def test_the_function_must_not_call_the_group(group):
     with pytest.raises(weft.WeftError, match=r"rank 0: all_reduce was called from inside attempt"):
         weft.attempt(lambda: weft.all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("error", [weft.WeftError("only here"), MemoryError("only here")])
+@spmd(3, limit=30.0)  # far below the deadline of the group
+def test_what_one_rank_raises_behind_the_opening_ends_the_group_at_once(group, error):
+    def job():
+        with opened(group, "test", {}, None):
+            pass
+        if group.rank == 1:
+            raise error
+        group.all_gather_bytes(b"on", bytes)
+
+    if group.rank == 1:
+        with pytest.raises(type(error), match="only here"):
+            group.worker.call("test", job)
+    else:
+        with pytest.raises(weft.WireError, match=r"rank 1 gave up: \w+: only here"):
+            group.worker.call("test", job)
+    with pytest.raises(weft.WireError):
+        weft.barrier()
+
+
+@spmd(3)
+def test_what_all_conclude_behind_the_opening_leaves_the_group(group):
+    def job():
+        with opened(group, "test", {}, None):
+            raise conclusion("the ranks are three")
+
+    with pytest.raises(weft.WeftError, match="the ranks are three"):
+        group.worker.call("test", job)
+    assert weft.all_reduce(torch.ones(1)).item() == 3
+
+
+@spmd(3, 18, on=("threads",))
+def test_what_one_rank_raises_between_two_openings_all_raise(group):
+    def job():
+        with opened(group, "first", {}, None):
+            pass
+        with preparing(group, "test"):
+            if group.rank == 1:
+                raise MemoryError("no room")
+        with opened(group, "second", {}, None):
+            pass
+
+    with pytest.raises(weft.WeftError, match=r"^rank 1: MemoryError: no room$"):
+        group.worker.call("test", job)
+    assert weft.all_reduce(torch.ones(1)).item() == group.size

@@ -42,9 +42,25 @@ class Error(Exception):
 
 
 class WeftError(Error, ValueError):
-    """The caller erred; the same text is raised on every rank and the next call works."""
+    """The caller erred; the same text is raised on every rank and the next call works.
+
+    Attributes:
+        is_conclusion: whether every rank of the call that runs raises it: see `conclusion`.
+    """
 
     __module__ = "weft"
+    is_conclusion = False
+
+
+def conclusion(text: str) -> WeftError:
+    """The error that every rank of an open call raises, since it follows from what all know.
+
+    Behind the opening of a call no other rank hears what one raises: any other error there ends the
+    group.
+    """
+    error = WeftError(text)
+    error.is_conclusion = True
+    return error
 
 
 class StillRunning(WeftError, TimeoutError):

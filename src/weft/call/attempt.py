@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
 
 from ..base._torch import is_traced
 from ..base.arguments import in_words, printable, shown
+from ..base.devices import Aside
 from ..base.errors import WeftError, WireError, entry
 from ..group import default
 from ..group.group import Group
@@ -101,23 +101,66 @@ def confess(
         raise error from trouble
 
 
-@contextmanager
-def preparing(group: Group, call: str) -> Iterator[None]:
-    """Tell all ranks what is raised in this block, which makes a call of a caller's arguments.
+class preparing:  # as it reads: with preparing(group, name) as call
+    """A block that makes a call of a caller's arguments; what is raised in it all ranks raise.
 
-    These may raise anything wherever they are looked at. If this rank alone raised it, the others
-    would wait for it in the call. A call that is traced is such an error (`refuse_tracing`).
+    Arguments may raise anything wherever they are looked at. If this rank alone raised it, the
+    others would wait for it in the call. A call that is traced is such an error (`refuse_tracing`).
+
+    In a call's turn it is a block that an opening follows, in which the others are told: also
+    between two openings of one call.
+
+    An asynchronous call does not wait for the others here: its `Work` raises what this block did.
+    Such a block sets `is_async`, then `job`, and the call is started behind it.
+
+    Attributes:
+        is_async: whether the call is asynchronous; set before the other arguments are looked at.
+        job: what the call does in its turn.
 
     Raises:
         WeftError: as `confess`.
     """
-    try:
-        refuse_tracing(call)
-        yield
-    except WireError:
-        raise
-    except Exception as error:
-        group.worker.call(call, functools.partial(confess, group, call, error))  # raises
+
+    is_async = False
+    job: Callable[[], Any] | Aside[Any]
+
+    def __init__(self, group: Group, call: str) -> None:
+        self._group = group
+        self._name = call
+        self._trouble: Exception | None = None  # of an asynchronous call, not yet told
+
+    def __enter__(self) -> Self:
+        try:
+            refuse_tracing(self._name)
+        except WeftError as error:
+            self._tell(error)
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, WireError):
+            return False
+        if self.is_async:
+            self._trouble = error
+        else:
+            self._tell(error)
+        return True
+
+    def _tell(self, error: Exception) -> None:
+        """Tell all ranks, and raise what all raise."""
+        job = functools.partial(confess, self._group, self._name, error)
+        self._group.worker.run(self._name, job)
+
+    def start(self) -> Any:
+        """Make the call; its result or, of an asynchronous one, its `Work`."""
+        worker = self._group.worker
+        if self._trouble is not None:
+            job = functools.partial(confess, self._group, self._name, self._trouble)
+            self._trouble = None  # whose traceback leads to the frame that has this: a cycle
+            return worker.submit(self._name, job)
+        if self.is_async:
+            return worker.submit(self._name, self.job)
+        result = worker.call(self._name, self.job)
+        return self.job.joined(result) if isinstance(self.job, Aside) else result
 
 
 def refuse_tracing(call: str) -> None:

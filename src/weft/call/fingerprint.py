@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.arguments import printable
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..failure.verdict import NAMED, differing
 
 LONGEST = 1152
@@ -132,7 +132,7 @@ def agreed_fields(cohorts: Sequence[Cohort]) -> dict[str, str]:
     """
     differences = _differences(cohorts)
     if differences:
-        raise WeftError("; ".join(differences))
+        raise conclusion("; ".join(differences))
     fields: dict[str, str] = {}
     for name, value in (pair for cohort in cohorts for pair in cohort.fields):
         if fields.get(name, UNKNOWN) == UNKNOWN:

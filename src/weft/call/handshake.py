@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base._torch import waited
 from ..base.devices import on_host
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..base.memory import memory_of
 from ..base.tensors import Shape, dtype_in, plain
 from ..group.group import Group
@@ -149,7 +149,7 @@ def handshake(
     asks = [group.rank_in_errors(rank) for rank, each in said.items() if each.needs]
     deaf = [group.rank_in_errors(rank) for rank, each in said.items() if not each.records]
     if asks and deaf:
-        raise WeftError(
+        raise conclusion(
             f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
             "call it under torch.no_grad() on all ranks that take part, or on none"
         )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..base.arguments import in_words
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..failure.verdict import crossed
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
@@ -251,7 +251,7 @@ def _known(mine: Statement, said: Sequence[Statement]) -> dict[str, str]:
     """The agreed fields; raises what every rank raises."""
     error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
     if error is not None:
-        raise WeftError(error.error.decode(errors="replace"))
+        raise conclusion(error.error.decode(errors="replace"))
     known = agreed_fields(joined((cohort for each in said for cohort in each.cohorts), TEXT))
     for name, _ in mine.cohorts[0].fields:  # also those that no other rank states
         known.setdefault(name, UNKNOWN)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..group.group import Group
 from ..group.pending import Awaited
 from .opening import Opening, opened
@@ -125,7 +125,7 @@ def agreed(
         said = zip(*opening.read(_numbers), strict=True)
         recorder, without, lowest, highest = map(min, said)
         if recorder != _NOBODY and without != _NOBODY:
-            raise WeftError(
+            raise conclusion(
                 f"rank {recorder} records gradients of {call}, rank {without} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )

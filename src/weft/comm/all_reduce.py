@@ -169,7 +169,8 @@ def reduce_in_place(
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     goes_along = error is None and nbytes <= most_to_all(group) and all(map(on_host, tensors))
-    own = b"".join(map(memory_of, tensors)) if goes_along else b""
+    with preparing(group, call):  # there may be no memory
+        own = b"".join(map(memory_of, tensors)) if goes_along else b""
     with agreed(group, call, fields, error, mode=mode, own=own) as said:
         if goes_along:
             _reduce_told(said.own(nbytes), tensors, op)

@@ -114,7 +114,8 @@ class Scatter(Linear):
             eager = [-1] * group.size
         told = [b""] * group.size
         if self.error is None:
-            told = [*map(_stated, tensors, eager)]
+            with preparing(group, self.name):  # there may be no memory
+                told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told] if is_direct(group) else None
         with agreed(group, self.name, fields, self.error, mode=mode, private=private) as said:

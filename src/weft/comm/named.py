@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base.devices import on_host
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..base.tensors import extent, shares_elements, unreadable
 from ..call.terms import Mode
 from ..group.group import Group
@@ -232,7 +232,7 @@ def raise_difference(group: Group, name: str, manifest: Manifest) -> NoReturn:
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
     said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
     manifests = {group.rank_in_errors(rank): theirs for rank, theirs in enumerate(said)}
-    raise WeftError(f"the modules differ: {_difference(manifests)}; nothing was changed")
+    raise conclusion(f"the modules differ: {_difference(manifests)}; nothing was changed")
 
 
 def _read(text: Tensor) -> Manifest:

@@ -83,10 +83,11 @@ class Worker:
     Each call is a range of the profiler: a synchronous one from its turn to its end, an
     asynchronous one from where it is made to its end.
 
-    A job that raises a `weft.Error` leaves the group as it is; if SystemExit or KeyboardInterrupt
-    in a caller's function is its cause, that is raised in its place. Any other exception,
-    KeyboardInterrupt included, means that this rank will not finish a schedule that others are in:
-    the group is aborted, so that they raise instead of waiting, and the exception goes on.
+    A job leaves the group as it is if it raises a WireError, the conclusion of all ranks, or a
+    WeftError before it has met the others; if SystemExit or KeyboardInterrupt in a caller's
+    function is its cause, that is raised in its place. Any other exception, KeyboardInterrupt
+    included, means that this rank will not finish a schedule that others are in: the group is
+    aborted, so that they raise instead of waiting, and the exception goes on.
 
     Attributes:
         calls: how many calls were started.
@@ -188,6 +189,12 @@ class Worker:
             raise of_caller
         finally:
             del of_caller
+
+    def run(self, name: str, job: Callable[[], T]) -> T:
+        """`call`, or, where this thread has the turn of one that makes no calls, a part of that."""
+        if self.inside() and not self._several:
+            return job()
+        return self.call(name, job)
 
     def enter(
         self, ranks: tuple[int, ...], members: str, fields: tuple[tuple[str, str], ...]
@@ -350,10 +357,10 @@ class Worker:
             return result
         except BaseException as error:
             call.end(in_words(error))
-            if not isinstance(error, Error):
-                member.abort(call.error)
-            elif isinstance(error, WireError):
+            if isinstance(error, WireError):
                 self._lost = True
+            elif _is_of_one_rank(error, call):
+                member.abort(call.error)
             raise
         finally:
             self.doing, self._several, self.now, self.entered = around
@@ -615,6 +622,13 @@ class Work(Generic[T]):
             in_words(error),
             exc_info=None if isinstance(error, Error) else error,
         )
+
+
+def _is_of_one_rank(error: BaseException, call: CallStats) -> bool:
+    """Whether the others do not know of what this rank has raised in a call, and wait for it."""
+    if isinstance(error, WeftError):
+        return call.has_met and not error.is_conclusion
+    return True
 
 
 def _of_caller(error: BaseException) -> BaseException | None:

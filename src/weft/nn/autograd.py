@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import is_a
-from ..base.errors import WeftError, entry
+from ..base.errors import WeftError, conclusion, entry
 from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
@@ -150,7 +150,7 @@ class Call:
             WireError: as `applied`.
         """
         if self.spec.summing and not self.order and not has_addition(dtype):
-            raise WeftError(
+            raise conclusion(
                 f"{self.name} adds up values, and {dtype} has no addition in torch: pass another "
                 "dtype (the signed integers of unsigned ones, by x.view, have the same sums)"
             )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from ..base.errors import WeftError, summed_up
+from ..base.errors import WeftError, conclusion, summed_up
 from ..base.tensors import Shape
 from .grid import Box, balanced
 from .partition import Partition, lengths_of
@@ -144,10 +144,13 @@ def planned(spec: Spec, shapes: tuple[tuple[int, Shape], ...]) -> Plan:
     """
     try:
         return _planned(spec.integers, shapes)
-    except (WeftError, MemoryError):  # memory lacks on one rank alone
+    except MemoryError:  # which lacks on one rank alone
+        raise
+    except WeftError as error:
+        error.is_conclusion = True
         raise
     except (Exception, SystemExit) as error:
-        raise WeftError(
+        raise conclusion(
             f"{spec.name} makes no plan for tensors of these shapes, by rank, {dict(shapes)}: "
             f"{type(error).__name__}: {error}"
         ) from error

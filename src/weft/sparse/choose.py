@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..base.errors import WeftError
+from ..base.errors import conclusion
 from ..call.combining import DIRECT
 from .header import Header
 from .registry import ALGORITHMS, ALONE, EAGER
@@ -173,7 +173,7 @@ def chosen(sizes: Sizes, algorithm: str, index_bytes: int) -> Line:
         return first_served(sizes, lines(sizes))
     if sizes.staying and algorithm in OF_THE_CPU:
         able = ", ".join(sorted(ALGORITHMS.keys() - set(OF_THE_CPU)))
-        raise WeftError(
+        raise conclusion(
             f"algorithm {algorithm} is for tensors of the CPU: use auto, or one of {able}"
         )
     return Line(algorithm, "it was asked for")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.devices import on_host
-from ..base.errors import WeftError, summed_up
+from ..base.errors import conclusion, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, shape_in
 from ..call.opening import opened
@@ -332,7 +332,7 @@ def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
             starts = [table << _shift(requests)[0] for table in (*tables, tables[-1] + 1)]
         elif starts[-1] > _END and tall:
             most = max(zip(sizes, tables, strict=True))
-            raise WeftError(f"table {most[1]}: {_too_large(most[0] - 1)}")
+            raise conclusion(f"table {most[1]}: {_too_large(most[0] - 1)}")
         groups.append(_Kind(tuple(tables), shape_in(row_shape.decode()), starts, tall))
     return groups
 
