@@ -23,8 +23,8 @@ def of(ranks=8, rows=50_000, hosts=None, **changes):
 # what decides: sizes, the algorithm, and the line in words
 LINES = {
     "a function": (of(in_order=True), "gather", "the op is a function"),
-    "near": (of(rows=8192, hosts="aaaaaaaa"), "gather", "ranks of one host bring up to 2 MiB"),
-    "near and large": (of(rows=8193, hosts="aaaaaaaa"), "split", "all ranks share a host"),
+    "near": (of(rows=4096, hosts="aaaaaaaa"), "gather", "ranks of one host bring up to 8 MiB"),
+    "near and large": (of(rows=4097, hosts="aaaaaaaa"), "split", "all ranks share a host"),
     "several a host": (of(hosts="aaaabbbb"), "split", "ranks share hosts"),
     "two": (of(2), "gather", "there are two ranks"),
     "little": (of(16, rows=2048), "doubling", "up to 16 ranks bring up to 512 KiB of rows each"),

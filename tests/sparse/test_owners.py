@@ -23,7 +23,7 @@ DRAWS = {
 
 
 def combine(lower, upper):
-    return Header.together([lower, upper])
+    return Header.of_all([lower, upper])
 
 
 def headers_of(name, ranks):

@@ -9,7 +9,7 @@ import weft
 from cases import on_hosts, set_rate
 from weft.schedules.hosts import Hosts
 from weft.sparse import Sizes
-from weft.sparse.rate import GUESS, fitted, learn, rate_of, stated, suited
+from weft.sparse.rate import GUESS, fitted, known_rate, learn, rate_of, suited
 from weft.testing import run, threads
 
 SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, places=10**6, hosts=Hosts((0, 1)))
@@ -24,9 +24,9 @@ def group(monkeypatch):
 
 
 def test_before_a_call_the_rate_is_a_guess(group, monkeypatch):
-    assert stated(group) == GUESS
+    assert known_rate(group) == GUESS
     monkeypatch.setenv("WEFT_LINK", "1")
-    assert stated(group) == rate_of(1.25e8) == 16
+    assert known_rate(group) == rate_of(1.25e8) == 16
 
 
 def test_the_best_rate_that_a_call_reached_is_kept(group, monkeypatch):
@@ -35,7 +35,7 @@ def test_the_best_rate_that_a_call_reached_is_kept(group, monkeypatch):
     # the first replaces the guess, which was higher; a slower one does not replace it
     for bytes_a_second, rate in ((17e6, 14), (9e6, 14), (140e6, 17)):
         learn(group, SIZES, 8000, nbytes / bytes_a_second)
-        assert stated(group) == rate
+        assert known_rate(group) == rate
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_best_rate_that_a_call_reached_is_kept(group, monkeypatch):
 )
 def test_what_says_nothing_of_the_link_is_not_kept(group, changes):
     learn(group, SIZES.but(**changes), 6000, 1e-6)
-    assert stated(group) == GUESS
+    assert known_rate(group) == GUESS
 
 
 def test_a_call_between_hosts_is_learned_from():
@@ -58,7 +58,7 @@ def test_a_call_between_hosts_is_learned_from():
         set_rate(group, 1)  # two megabytes a second
         with on_hosts(group, "abc"):
             weft.sparse_all_reduce(rows, algorithm="split")
-        return stated(group)
+        return known_rate(group)
 
     assert min(run(3, program)) > 1
 

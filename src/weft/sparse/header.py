@@ -92,13 +92,13 @@ class Header(NamedTuple):
         if values is not None:
             return header._replace(rows=Rows(indices, values))
         if survey is None:
-            return header.described(indices) if highest is None else header
+            return header.with_points(indices) if highest is None else header
         return header._replace(
             points=np.array(survey.points, np.int64),
             weights=np.diff(shares(count)),
         )
 
-    def described(self, indices: Tensor) -> Header:
+    def with_points(self, indices: Tensor) -> Header:
         """This header of one rank, with points instead of rows."""
         begins = shares(indices.numel())
         return self._replace(
@@ -207,11 +207,11 @@ class Header(NamedTuple):
         )
 
     @classmethod
-    def together(cls, headers: Sequence[Header]) -> Header:
+    def of_all(cls, headers: Sequence[Header]) -> Header:
         """Combine headers, in the order of their ranks.
 
         The result has no points if a header carries rows, or has unsorted rows: then nobody needs
-        them, or the headers have to be `described` before.
+        them, or the headers need `all_with_points` before.
         """
         header = cls(
             sum(one.total for one in headers),
@@ -229,14 +229,14 @@ class Header(NamedTuple):
         return header._replace(points=points, weights=weights)
 
 
-def described(headers: Sequence[Header]) -> list[Header]:
+def all_with_points(headers: Sequence[Header]) -> list[Header]:
     """The headers, all of sorted rows; those that carry the rows say instead where they lie."""
-    return [one if one.rows is None else one.described(one.rows.indices) for one in headers]
+    return [one if one.rows is None else one.with_points(one.rows.indices) for one in headers]
 
 
 def combined(lower: memoryview, upper: memoryview) -> bytearray:
-    """`Header.together` of two headers as bytes, for `opened`."""
-    return Header.together([*map(Header.unpack, (lower, upper))]).pack()
+    """`Header.of_all` of two headers as bytes, for `opened`."""
+    return Header.of_all([*map(Header.unpack, (lower, upper))]).pack()
 
 
 def shares(count: int) -> Longs:

@@ -37,7 +37,7 @@ from .stream import (
     exchange_lists,
     merge_blocks,
     source_of,
-    united,
+    union_of_lists,
     wait_all,
 )
 
@@ -234,7 +234,7 @@ class SparseReduceScatter:
             peer: Inflow(self._incoming, peer, len(lists[peer])).start() for peer in self._sources
         }
         span = self._span if self._call.sizes.staying else None
-        self.union = united(self._call, in_order, span)
+        self.union = union_of_lists(self._call, in_order, span)
 
     @property
     def indices(self) -> Tensor:

@@ -35,7 +35,7 @@ _NEAR = 1 << 24  # bytes of one chunk of every rank together, if all share a hos
 _WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 
 
-def stated(group: Group) -> int:
+def known_rate(group: Group) -> int:
     """The rate that this rank states in the opening of a call."""
     return group.state.get(RATE) or _guessed()
 

@@ -30,8 +30,8 @@ from .canonical import canonical
 from .choose import Line, chosen, is_eager
 from .explanation import Explanation
 from .guard import guarded
-from .header import Header, combined, described
-from .rate import GUESS, learn, stated, suited
+from .header import Header, all_with_points, combined
+from .rate import GUESS, known_rate, learn, suited
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER
 from .request import Request, travelling
@@ -55,20 +55,20 @@ def begun(
         This rank's rows, canonical if they are to be combined, and the call. Both are good in this
         block.
     """
-    over = group.on(request.device)
+    on_device = group.on(request.device)
     if not on_host(request.rows.indices):
         request.look()  # which waited until weft's stream is current
-    error = request.error or over.refusal
+    error = request.error or on_device.refusal
     may_be_eager = not looks and _may_be_eager(group, request)
     with ExitStack() as leases:
         rows = Rows(request.distinct.indices, request.rows.values)
         if not looks and error is None:
             try:
-                rows = canonical(request, over.memory, leases)
+                rows = canonical(request, on_device.memory, leases)
             except Exception as trouble:  # there is no memory
                 error = in_words(trouble)
-        header = _header(over, request, rows, eager=may_be_eager and error is None)
-        fields = {"device": over.route, **request.fields}
+        header = _header(on_device, request, rows, eager=may_be_eager and error is None)
+        fields = {"device": on_device.route, **request.fields}
         with opened(group, name, fields, error, header.pack(), combined) as opening:
             # from here on every rank knows the same of the call
             if not len(rows):
@@ -96,12 +96,12 @@ def _may_be_eager(group: Group, request: Request) -> bool:
     return request.moves or request.algorithm == "auto"
 
 
-def _header(over: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
+def _header(on_device: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(tuple(rows.row_shape), request.dtype)
     carries = eager and Header.fits(len(rows), rows.indices.element_size(), row)
     # an error of this rank may be that WEFT_LINK says no rate
-    rate = stated(over) if request.error is None else GUESS
+    rate = known_rate(on_device) if request.error is None else GUESS
     return Header.of(
         rows.indices,
         rate=rate,
@@ -161,8 +161,8 @@ def _call_of(
     distributions = headers
     if not request.moves and any(header.rows is None for header in headers):
         # some ranks' rows did not come, so those that came are not merged here
-        distributions = described(headers)
-    header = Header.together(distributions)
+        distributions = all_with_points(headers)
+    header = Header.of_all(distributions)
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
     return Call(
         group.on(rows.values.device),

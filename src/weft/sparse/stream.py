@@ -231,7 +231,7 @@ def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Te
     return [lists[rank] for rank in range(call.group.size)]
 
 
-def united(
+def union_of_lists(
     call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
 ) -> kernels.Union:
     """The union of index lists; sets `call.of_device.below`.

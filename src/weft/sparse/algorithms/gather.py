@@ -31,7 +31,7 @@ from ..stream import (
     merge_blocks,
     send_list_to_all,
     source_of,
-    united,
+    union_of_lists,
 )
 
 
@@ -60,7 +60,7 @@ def gather(rows: Rows, call: Call) -> Rows:
         ring.send(rows.values)
         if runs is None:
             runs = in_rank_order(call, lists, indices)
-        union = united(call, dict(enumerate(runs)))
+        union = union_of_lists(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
         sources[group.rank] = source_of(rows.values)

@@ -67,7 +67,7 @@ def holders(own: Rows, call: Call) -> Rows:
     indices = own.indices.to(call.wire_index)
     lists = send_list_to_all(call, indices)
     runs = in_rank_order(call, lists, indices)
-    union, shares = _shared(call, runs)
+    union, shares = _union_and_shares(call, runs)
     result = call.result_at(union.indices)
     if call.sizes.row:  # else rows are without bytes
         _move_values(call, own, union, shares, result.values)
@@ -75,7 +75,7 @@ def holders(own: Rows, call: Call) -> Rows:
     return result
 
 
-def _shared(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
+def _union_and_shares(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union, Shares]:
     """The union of all index sets, and who sums what: the same on every rank."""
     if call.sizes.staying:  # where the host would have to wait for a sample
         equal = [_ONE] * call.group.size
@@ -128,14 +128,14 @@ def _gather_at_once(
     """The same by messages to all others, which are sent together."""
     call.group.post().wait()  # rows travel in a round of their own, which all take part in
     with call.group.lease(out.nbytes) as memory:
-        together = typed(memory, tuple(out.shape), call.dtype)
-        parts = torch.split(together, list(counts))
+        sums_of_all = typed(memory, tuple(out.shape), call.dtype)
+        parts = torch.split(sums_of_all, list(counts))
         mine = parts[call.group.rank]
         ring = Ring(call, parts, SUMS, out.nbytes / len(parts)).start()
         sums.write(0, mine)
         ring.send(mine)
         ring.finish()
-        kernels.put(out, shares.order, together)
+        kernels.put(out, shares.order, sums_of_all)
 
 
 @contextmanager
@@ -153,9 +153,9 @@ def _sent(call: Call, own: Rows, dealt: Sequence[Tensor]) -> Iterator[None]:
             rows = dealt[peer][start : start + step]
             lease = call.group.lease(len(rows) * call.sizes.row)
             leases.append(lease)
-            together = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
-            torch.index_select(own.values, 0, rows, out=together)
-            under_way += send_rows(call, peer, together)
+            values = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
+            torch.index_select(own.values, 0, rows, out=values)
+            under_way += send_rows(call, peer, values)
     yield
     wait_all(under_way)
     for lease in leases:

@@ -24,7 +24,7 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..header import Header, described
+from ..header import Header, all_with_points
 from ..owners import balanced_bounds, reduce_to_owners, slices_between
 from ..record import note, started
 from ..request import Request
@@ -156,7 +156,7 @@ def sums_in(bounds: Sequence[int], rows: Rows, call: Call) -> Rows:
 def _balanced(call: Call) -> list[int]:
     header = call.header
     if call.rows_of_all is not None:  # then nobody has said yet where rows lie
-        header = Header.together(described(call.headers))
+        header = Header.of_all(all_with_points(call.headers))
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
