@@ -6,8 +6,6 @@ ranks meet, the lower block always on the left, so every rank computes the same 
 operation needs only be associative. Where P is no power of two, pairs of the first ranks act as
 one: the odd rank of a pair sends its rows before the rounds, and gets the result after them.
 
-The last merge writes to the result, unless that has another dtype than partial sums.
-
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
 (IJHPCA 2005), section 4; "SSAR_Recursive_double" of Renggli et al., "SparCML" (SC'19).
 """
@@ -15,8 +13,6 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +30,7 @@ def doubling(rows: Rows, call: Call) -> Rows:
     rank = group.rank
     core = 1 << (group.size.bit_length() - 1)
     paired = 2 * (group.size - core)  # the first ranks, two by two, act as one
-    make = partial(_made, call)
-    mine = make(rows.indices)
+    mine = _made(call, rows.indices)
     mine.values.copy_(rows.values)
 
     # the odd rank of a pair sends its rows, and waits for the result
@@ -46,7 +41,7 @@ def doubling(rows: Rows, call: Call) -> Rows:
         return _result(call, of_all)
     if rank < paired:
         (of_partner,) = _exchange(call, rank + 1, [], 1)
-        mine = _merged(call, mine, of_partner, make)
+        mine = _merged(call, mine, of_partner)
 
     # in each round two ranks swap all that they have
     block = rank // 2 if rank < paired else rank - paired // 2
@@ -56,12 +51,8 @@ def doubling(rows: Rows, call: Call) -> Rows:
         peer = 2 * other if other < paired // 2 else other + paired // 2
         (theirs,) = _exchange(call, peer, [mine], 1)
         lower, upper = (mine, theirs) if block < other else (theirs, mine)
+        mine = _merged(call, lower, upper)
         distance *= 2
-        if distance == core and rank >= paired and call.partial == call.dtype:
-            total = _merged(call, lower, upper, call.result_at)
-            call.finish(total.values, total.values)
-            return total
-        mine = _merged(call, lower, upper, make)
 
     # the even rank of a pair sends the result
     if rank < paired:
@@ -86,9 +77,6 @@ class _Message:
         self.release = release
         self.indices = typed(memory, (count,), call.wire_index, 8)
         self.values = typed(memory, (count, *call.row_shape), call.partial, head)
-
-
-_Place = TypeVar("_Place", _Message, Rows)
 
 
 def _extent(call: Call, count: int) -> tuple[int, int]:
@@ -125,12 +113,10 @@ def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> li
     return [group.decode(peer, "rows", read, memory) for memory in pending.wait()]
 
 
-def _merged(
-    call: Call, lower: _Message, upper: _Message, place: Callable[[Tensor], _Place]
-) -> _Place:
-    """The sum of two messages, in memory that `place` makes; releases the messages."""
+def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
+    """The sum of two messages, which are released."""
     union = kernels.union([lower.indices, upper.indices])
-    both = place(union.indices)
+    both = _made(call, union.indices)
     for slots, part in zip(union.slots, (lower, upper), strict=True):
         kernels.combine(both.values, slots, part.values, call.op)
         part.release()
