@@ -424,7 +424,7 @@ def test_one_rank_passes_what_nobody_expects(name):
 
 @pytest.mark.parametrize("name", ["attempt name", "all_reduce op", "sparse dtype", "AllGather"])
 def test_among_many_ranks(name):
-    """Whose statements are combined on their way."""
+    """Whose statements others pass on."""
     values = ["what raises", "10**5000", "4,000 letters", "a surrogate", "separators"]
     of_ranks = run(18, programmed, name, values)
     assert all(found == of_ranks[0] for found in of_ranks)

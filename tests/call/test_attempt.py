@@ -25,7 +25,7 @@ def failing(error):
     return function
 
 
-@spmd(1, 3, 18, on=("threads",))  # above 16 ranks statements are combined
+@spmd(1, 3, 18, on=("threads",))  # above 16 ranks statements are passed on
 def test_what_one_rank_raises_all_raise(group):
     last = group.size - 1
     for error, text in (

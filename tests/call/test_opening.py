@@ -1,23 +1,16 @@
-"""The opening exchange: directly and by combining, the same conclusion on every rank."""
+"""The opening exchange: directly and by recursive doubling, the same conclusion on every rank."""
 
 from __future__ import annotations
 
 import pytest
 
 import weft
-from weft.call.combining import DIRECT, partners
+from weft.call.bundle import bundle, swaps
+from weft.call.fingerprint import fingerprint
 from weft.call.opening import opened
-from weft.call.statement import BODY, CAP
-from weft.testing import spmd
+from weft.call.statement import BODY, CAP, DIRECT, Statement, unpack
+from weft.testing import run, spmd
 from weft.wire.interface import MEETS
-
-
-def total(lower, upper):
-    return number(*(int.from_bytes(each, "little") for each in (lower, upper)))
-
-
-def joined(lower, upper):
-    return b"".join((lower, upper))
 
 
 def number(*values):
@@ -26,7 +19,7 @@ def number(*values):
 
 def fields_of(group, fields=(), error=None, name="test"):
     """What a call agrees on."""
-    with opened(group, name, dict(fields), error, number(0), total) as opening:
+    with opened(group, name, dict(fields), error, number(0)) as opening:
         return opening.fields
 
 
@@ -34,16 +27,15 @@ def fields_of(group, fields=(), error=None, name="test"):
 def test_bodies_arrive_in_rank_order(group):
     for _ in range(2):
         body = bytes([group.rank])
-        with opened(group, "test", {"what": "same"}, None, body, joined) as opening:
-            assert [*b"".join(opening.read(bytes))] == list(range(group.size))
+        with opened(group, "test", {"what": "same"}, None, body) as opening:
+            assert opening.read(bytes) == [bytes([rank]) for rank in range(group.size)]
             assert opening.fields["what"] == "same"
 
 
 @spmd(DIRECT + 1, 24, 32, on=("threads",))
 def test_many_ranks_open_a_call_with_few_partners_each(group):
     fields_of(group)
-    partner, others = partners(group.rank, group.size)
-    assert {*group.traffic.to} == {*others} | ({partner} - {None})
+    assert {*group.traffic.to} == {peer for peer, _ in swaps(group.rank, group.size)}
 
 
 @spmd(1, 3, 18, on=("threads",))
@@ -62,7 +54,6 @@ def test_fields_that_only_some_have_are_known_to_all(group):
 
 @spmd(3, 18, on=("threads",))
 def test_who_differs_is_found_behind_the_longest_that_agree(group):
-    """Of which each rank's list has only room for some, where it comes from several."""
     mine = {
         "x": "x" * 980,
         "shape": None if group.rank == 1 else 4,
@@ -111,16 +102,22 @@ def test_everybody_in_a_call_of_his_own(group):
     fields_of(group)
 
 
-@spmd(2, on=("threads",))
+@spmd(2, 18, on=("threads",))
 def test_the_largest_body(group):
-    with opened(group, "test", {}, None, bytes([group.rank]) * BODY, joined) as opening:
-        assert [body[-1] for body in opening.read(bytes)] == [0, 1]
+    """Of many ranks in several messages: also where one of two that swap has more to tell."""
+    for is_long in ([True] * group.size, [rank % 5 == 1 for rank in range(group.size)]):
+        lengths = [BODY if each else 1 for each in is_long]
+        body = bytes([group.rank]) * lengths[group.rank]
+        with opened(group, "test", {}, None, body) as opening:
+            heard = opening.read(bytes)
+        assert [len(each) for each in heard] == lengths
+        assert [each[-1] for each in heard] == [*range(group.size)]
 
 
-@spmd(1, 3)
+@spmd(1, 3, 18)
 def test_what_is_said_in_private_comes_to_whom_it_is_for(group):
     said = [[b"%d to " % group.rank, b"%d" % to * to] for to in range(group.size)]
-    with opened(group, "test", {}, None, b"all", joined, private=said) as opening:
+    with opened(group, "test", {}, None, b"all", private=said) as opening:
         assert opening.read(bytes) == [b"all"] * group.size
         for source, heard in enumerate(opening.private):
             mine = b""
@@ -157,10 +154,71 @@ def test_calls_of_some_ranks_are_counted_by_all_with_the_next_of_all(group):
     for count in (4, 5):
 
         def number_of():
-            with opened(group, "test", {}, None, number(0), total) as opening:
+            with opened(group, "test", {}, None, number(0)) as opening:
                 return opening.number
 
         assert group.worker.call("test", number_of) == group.worker.calls == count
+
+
+GARBAGE = {  # what becomes of a message, and what is not understood of it
+    "nothing": (lambda raw: raw[:0], "unpack_from requires"),
+    "its beginning": (lambda raw: raw[:20], "unpack_from requires"),
+    "another magic": (lambda raw: b"x" + raw[1:], "78656674"),
+    "more than there is": (lambda raw: raw[:4] + b"\xff" * 3 + raw[7:], "bytes"),
+    "a statement and something else": (lambda raw: raw + bytes(48), "0000, of 48 bytes"),
+    "no fingerprint": (lambda raw: raw.replace(b"call\x1e", b"mall\x1e"), "it states"),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+@pytest.mark.parametrize("size", [3, 18])
+def test_who_tells_no_statement_is_named(size, what):
+    change, text = GARBAGE[what]
+
+    def program(group):
+        tell = group.tell
+        if group.rank == 1:
+            group.tell = lambda raw, *given, **named: tell(bytearray(change(raw)), *given, **named)
+        with pytest.raises(
+            weft.WireError, match=f"rank 1 sent a statement that .*{text}"
+        ) as caught:
+            for _ in range(2):  # who had all it needs hears of it in its next call
+                fields_of(group, {"x": 1})
+        assert caught.value.culprit == 1
+
+    run(size, program)
+
+
+def test_a_bundle_with_the_statements_of_other_ranks_is_refused():
+    def program(group):
+        def tell(raw, *given, inner=group.tell, **named):
+            statements = unpack(memoryview(raw), ())
+            if len(statements) == 2:
+                raw = bundle(statements[0], [statements[1]._replace(rank=5)])
+            return inner(raw, *given, **named)
+
+        if group.rank == 2:
+            group.tell = tell
+        text = r"rank 2 sent a statement .* ranks \[2, 5\], and not of range\(2, 4\)"
+        with pytest.raises(weft.WireError, match=text) as caught:
+            for _ in range(2):  # who had all it needs hears of it in its next call
+                fields_of(group)
+        assert caught.value.culprit == 2
+
+    run(18, program)
+
+
+def test_a_fingerprint_that_many_state_is_in_a_bundle_once():
+    alike = fingerprint("test", "all", {"x": "x" * 100})
+    other = fingerprint("test", "all", {"x": None})
+    some = [
+        Statement(rank, 4, other if rank % 3 else alike, b"", memoryview(b"%d" % rank))
+        for rank in range(1024)
+    ]
+    message = bundle(some[0], some[1:])
+    assert message.count(b"x" * 100) == 2  # with that of the rank that tells it
+    found = unpack(memoryview(message), alike)
+    assert sorted(found, key=lambda each: each.rank) == some
 
 
 def test_a_statement_fits_in_a_meeting():

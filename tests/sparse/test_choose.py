@@ -86,7 +86,8 @@ def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
     for wire in ({}, {"chunk": 1 << 16, "gaps": True}):
         assert is_eager(fitting.but(**wire), 8)
         assert not is_eager(fitting.but(most=528, **wire), 8)
-        assert not is_eager(of(17, rows=1).but(**wire), 8)  # statements of more are combined
+        assert is_eager(of(17, rows=7).but(**wire), 8)  # of many ranks in 2 KiB
+        assert not is_eager(of(17, rows=8).but(**wire), 8)
     assert not is_eager(fitting.but(staying=True), 8)
 
 

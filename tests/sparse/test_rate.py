@@ -63,7 +63,7 @@ def test_a_call_between_hosts_is_learned_from():
     assert min(run(3, program)) > 1
 
 
-@pytest.mark.parametrize("size", [3, 18])  # headers of each rank, and a combined one
+@pytest.mark.parametrize("size", [3, 18])  # told to all, and passed on
 def test_the_least_rate_that_ranks_state_counts(size):
     rows = weft.Rows(torch.arange(4000), torch.ones(4000, 64), 4000)
 

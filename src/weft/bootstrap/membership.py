@@ -288,8 +288,9 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
     found: dict[object, list[int]] = {}
     for each in members:
         found.setdefault(of(each), []).append(each.rank)
-    held = [(value, ranks, len(ranks)) for value, ranks in found.items()]
-    return differing(f"the ranks differ in {what}", held, then) if len(found) > 1 else ""
+    if len(found) == 1:
+        return ""
+    return differing(f"the ranks differ in {what}", found.items(), then)
 
 
 def _machine() -> str:

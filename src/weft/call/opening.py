@@ -9,17 +9,18 @@ rank draws the same conclusion. Step by step (`opened`):
 2. It notes that it has come to this call: from here on others that ask where it is are told so.
 3. It tells its statement, and hears the others' (`Group.tell`): up to `DIRECT` ranks each tells all
    others, in one round, those of its host by one message, which all of these read (a *meeting*);
-   more ranks combine theirs pairwise (`combining`). So long it waits: who dies, or does not come,
-   is named by the group's verdict, and the group is lost.
+   more ranks pass on what they have heard, in log2 P rounds (`bundle`). So long it waits: who dies,
+   or does not come, is named by the group's verdict, and the group is lost.
 4. What has come is checked before it is used. Bytes that are no statement end the group, with an
    error that names the rank that sent them. A statement among other ranks than these, such as that
    of a rank in a call of a subset, ends it with both calls in the error: no later message of either
    would find its own.
-5. All ranks conclude alike: where some rank told an error, or fingerprints differ, all raise the
-   same text, and the next call works. Else all go on.
+5. All ranks conclude alike (`agreement`): where some rank told an error, or fingerprints differ,
+   all raise the same text, and the next call works. Else all go on.
 
 Beside its statement a rank may tell each other rank something that is for that one alone, *in
-private*, on which nothing may be decided but between those two.
+private*, on which nothing may be decided but between those two. Of many ranks that takes a round
+of its own, after the conclusion.
 """
 
 from __future__ import annotations
@@ -31,15 +32,31 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..base.arguments import in_words
-from ..base.errors import conclusion
+from ..base.memory import tensor_of
 from ..failure.verdict import crossed
+from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
-from .combining import DIRECT, combined
-from .fingerprint import LONGEST, UNKNOWN, Cohort, agreed_fields, call_of, encoded, joined, stated
-from .statement import CAP, TEXT, Bytes, Combine, Private, Statement, privately, said_to
+from .agreement import agreed_fields
+from .bundle import statements_of_all
+from .fingerprint import encoded, fingerprint
+from .statement import (
+    BODY,
+    CAP,
+    DIRECT,
+    ERROR,
+    LONGEST,
+    Bytes,
+    Private,
+    Statement,
+    privately,
+    said_to,
+    unpack,
+)
 
 T = TypeVar("T")
+
+_TOO_LONG = "the arguments are too long to be told to the other ranks: pass shorter ones"
 
 
 @dataclass(slots=True)
@@ -56,24 +73,23 @@ class Opening:
     fields: dict[str, str]
     private: list[memoryview]
     _group: Group
-    _heard: list[tuple[int, Statement]]  # who told it
-    _own: memoryview  # this rank's body
+    _statements: list[Statement]
 
     def read(self, decode: Callable[..., T], *given: Any, own: T | None = None) -> list[T]:
-        """`decode(body, *given)` of each of the bodies, which are memoryviews.
+        """`decode(body, *given)` of each rank's body, a memoryview, in rank order.
 
-        There is one for each rank where statements are direct, else the one combined body. `own`:
-        what this rank's own says, which is not decoded then.
+        `own`: what this rank's own says, which is not decoded then.
 
         Raises:
             WireError: a body could not be decoded.
         """
+        group = self._group
         found = []
-        for peer, each in self._heard:
-            if own is not None and each.body is self._own:
+        for rank, each in enumerate(self._statements):
+            if own is not None and rank == group.rank:
                 found.append(own)
             else:
-                found.append(self._group.decode(peer, "a statement", decode, each.body, *given))
+                found.append(group.decode(rank, "a statement", decode, each.body, *given))
         return found
 
     def field(self, name: str, decode: Callable[[str], T]) -> T:
@@ -82,18 +98,9 @@ class Opening:
         Raises:
             WireError: it could not be decoded.
         """
-        value = self.fields[name]
-        told = (p for p, each in self._heard for g in each.cohorts if (name, value) in g.fields)
-        return self._group.decode(next(told), f"the field {name!r}", decode, value)
-
-
-def is_direct(group: Group) -> bool:
-    """Whether every rank hears every rank's own statement."""
-    return group.size <= DIRECT
-
-
-def _first(lower: memoryview, upper: memoryview) -> memoryview:
-    return lower
+        pair = name, self.fields[name]
+        first = next(rank for rank, each in enumerate(self._statements) if pair in each.fields)
+        return self._group.decode(first, f"the field {name!r}", decode, pair[1])
 
 
 @contextmanager
@@ -103,7 +110,6 @@ def opened(
     fields: Mapping[str, object],
     error: str | None,
     body: Bytes = b"",
-    combine: Combine = _first,
     *,
     watch: Callable[[Awaited], object] | None = None,
     private: Sequence[Private] | None = None,
@@ -115,14 +121,13 @@ def opened(
         call: name of the call; ranks in different calls are told so.
         fields: what must be equal on all ranks, by name; None says that this rank does not know.
         error: what this rank's caller did wrong, in a sentence without the rank.
-        body: what the call says of its own, at most `BODY` bytes.
-        combine: makes one body of two; the left one is of lower ranks. Only used, and only
-            needed, where statements are not direct.
-        watch: is given the wait for something of each rank, which knows who has not come. Where
-            statements are not direct, that is for empty messages beside them.
+        body: what the call says of its own, at most `BODY` bytes. All ranks hear all bodies: so
+            what has more than `room` bytes goes better by an exchange of its own.
+        watch: is given the wait for something of each rank, which knows who has not come. Of many
+            ranks that is for empty messages beside their statements.
         private: what to say to each rank, in rank order. With the body at most `BODY` bytes; so is
             what is said to all `near` ranks together, with 24 bytes more for each rank of the
-            group. Only where statements are direct.
+            group.
 
     Raises:
         WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
@@ -130,22 +135,23 @@ def opened(
         RuntimeError: the body is larger than a statement may be.
     """
     mine = _statement(group, call, fields, error, memoryview(body), watched=watch is not None)
-    is_first = group.worker.enter(group.global_ranks, group.members, mine.cohorts[0].fields)
+    is_first = group.worker.enter(group.global_ranks, group.members, mine.fields)
     telling = None
     try:
         if group.size == 1:
-            heard = [(0, mine)]
-        elif is_direct(group):
+            statements = [mine]
+        elif group.size <= DIRECT:
             telling = _tell(group, mine, private, opens=is_first)
             if watch is not None:
                 watch(telling)
-            heard = _heard_from_each(group, mine, telling.wait())
+            statements = _heard_from_each(group, mine, telling.wait())
         else:
-            hear = functools.partial(_heard, group, mine)
-            heard = [combined(group, mine, combine, hear, watch)]
-        opening = _concluded(group, mine, heard)
+            statements = statements_of_all(
+                group, mine, functools.partial(_heard, group, mine), watch
+            )
+        opening = _concluded(group, statements)
         if private is not None:
-            _read_private(opening, group)
+            opening.private = _heard_in_private(group, statements, private)
         yield opening
     finally:
         if telling is not None:
@@ -162,21 +168,20 @@ def _statement(
     watched: bool,
 ) -> Statement:
     """What this rank states; the arguments are those of `opened`."""
-    number = group.rank_in_errors(group.rank)
-    fingerprint = call_of(call, group.members)
-    if error is None:  # else nobody needs the fields
+    told = b""
+    if error is None:
         try:
-            fingerprint += stated(fields)
+            stated = fingerprint(call, group.members, fields)
         except Exception as trouble:  # a value is the caller's, and may have no text
             error = in_words(trouble)
-        if len(encoded(fingerprint)) > LONGEST:
-            fingerprint = fingerprint[:2]
-            error = "the arguments are too long to be told to the other ranks: pass shorter ones"
-    said = b""
-    if error is not None:
-        said = f"rank {number}: {error}".encode(errors="backslashreplace")[:TEXT]
-    cohort = Cohort(fingerprint, (number,), 1, group.worker.calls)
-    return Statement((cohort,), said, number, body, watched=watched)
+        else:
+            if len(encoded(stated)) > LONGEST:
+                error = _TOO_LONG
+    if error is not None:  # then nobody needs the fields
+        stated = fingerprint(call, group.members, {})
+        number = group.rank_in_errors(group.rank)
+        told = f"rank {number}: {error}".encode(errors="backslashreplace")[:ERROR]
+    return Statement(group.rank, group.worker.calls, stated, told, body, watched)
 
 
 def _tell(
@@ -194,65 +199,62 @@ def _tell(
     return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
 
 
-def _read_private(opening: Opening, group: Group) -> None:
-    """Of what peers of this host said to each rank keep what they said to this one."""
-    for peer in group.near:
-        said = opening.private[peer]
-        what = "a statement"
-        opening.private[peer] = group.decode(peer, what, said_to, group.rank, group.size, said)
-
-
-def _heard_from_each(
-    group: Group, mine: Statement, told: Sequence[memoryview]
-) -> list[tuple[int, Statement]]:
+def _heard_from_each(group: Group, mine: Statement, told: Sequence[memoryview]) -> list[Statement]:
     """What each rank stated, of what each told."""
-    heard = []
+    statements = []
     for peer, message in enumerate(told):
-        said = mine
-        if peer != group.rank:
-            said = _heard(group, mine, peer, message)
-        heard.append((peer, said))
-    return heard
+        if peer == group.rank:
+            statements.append(mine)
+        else:
+            statements.append(_heard(group, mine, peer, message)[0])
+    return statements
 
 
-def _heard(group: Group, mine: Statement, peer: int, message: memoryview) -> Statement:
-    """What a peer stated, in the call in which this rank is, too."""
-    own = mine.cohorts[0].fields
-    statement = group.decode(peer, "a statement", Statement.unpack, message, own)
-    for cohort in statement.cohorts:
-        if cohort.fields is not own and cohort.members != group.members:
+def _heard(group: Group, mine: Statement, peer: int, message: memoryview) -> list[Statement]:
+    """The statements in a peer's message, of the call in which this rank is, too."""
+    statements = group.decode(peer, "a statement", unpack, message, mine.fields)
+    for each in statements:
+        if each.fields is not mine.fields and each.members != mine.members:
             calls = {
-                group.rank_in_errors(group.rank): mine.cohorts[0].place,
-                group.rank_in_errors(peer): cohort.place,
+                group.rank_in_errors(group.rank): mine.place,
+                group.rank_in_errors(peer): each.place,
             }
             raise group.session.fail(None, crossed(calls))
-    return statement
+    return statements
 
 
-def _concluded(group: Group, mine: Statement, heard: list[tuple[int, Statement]]) -> Opening:
-    """The conclusion from statements and who told them; raises what every rank raises."""
-    said = [statement for _, statement in heard]
-    fields = said[0].cohorts[0].fields
+def _concluded(group: Group, statements: list[Statement]) -> Opening:
+    """The conclusion from all ranks' statements; raises what every rank raises."""
+    fields = statements[0].fields
     are_alike = True
     number = 0
-    for each in said:
-        are_alike = are_alike and not each.error
-        for cohort in each.cohorts:
-            are_alike = are_alike and cohort.fields == fields
-            number = max(number, cohort.number)
+    for each in statements:
+        are_alike = are_alike and each.fields == fields and not each.error
+        number = max(number, each.number)
     # a rank that calls of some of the ranks left out goes on from the others' number
     group.worker.calls = number
-    known = dict(fields) if are_alike else _known(mine, said)
-    private = [each.private for each in said]
-    return Opening(number, known, private, group, heard, mine.body)
+    if are_alike:
+        known = dict(fields)
+    else:
+        numbers = map(group.rank_in_errors, range(group.size))
+        known = agreed_fields(dict(zip(numbers, statements, strict=True)))
+    return Opening(number, known, [], group, statements)
 
 
-def _known(mine: Statement, said: Sequence[Statement]) -> dict[str, str]:
-    """The agreed fields; raises what every rank raises."""
-    error = min((each for each in said if each.error), key=lambda s: s.error_rank, default=None)
-    if error is not None:
-        raise conclusion(error.error.decode(errors="replace"))
-    known = agreed_fields(joined((cohort for each in said for cohort in each.cohorts), TEXT))
-    for name, _ in mine.cohorts[0].fields:  # also those that no other rank states
-        known.setdefault(name, UNKNOWN)
-    return known
+def _heard_in_private(
+    group: Group, statements: Sequence[Statement], private: Sequence[Private]
+) -> list[memoryview]:
+    """What each rank said to this one alone: with its statement; of many ranks apart from it."""
+    if group.size > DIRECT:
+        sends = [(peer, tensor_of(bytearray().join(private[peer]))) for peer in group.peers]
+        pending = group.post(sends, [(peer, BODY) for peer in group.peers], SMALL)
+        heard = [memoryview(b"")] * group.size
+        for peer, message in zip(group.peers, pending.wait(), strict=True):
+            heard[peer] = memoryview(bytearray(message.numpy()))
+        pending.release()
+        return heard
+    heard = [each.private for each in statements]
+    for peer in group.near:
+        what = "a statement"
+        heard[peer] = group.decode(peer, what, said_to, group.rank, group.size, heard[peer])
+    return heard

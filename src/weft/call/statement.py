@@ -1,78 +1,100 @@
 """The statement: what a rank says to all others as it comes to a call, byte by byte.
 
-    head       see `_HEAD`: how long each part is, whose it is, and of which call
-    text       the fingerprint of one rank (`fingerprint.encoded`) or, of several, their cohorts
-               (`fingerprint.written`)
-    error      what a caller did wrong, in a sentence that names its rank; empty: nothing
-    gap        zeros up to a multiple of 16 bytes from the start
-    body       what the call says of its own: sizes, a sample, small payloads
-    gap        as above
-    private    what is said to the rank that reads this or, where several read the same message, to
-               each of them (`privately`)
-
-Statements of several ranks combine to one, of all of them.
+head       see `_HEAD`: how long each part is, whose it is, and of which call
+text       the fingerprint (`fingerprint.encoded`); in a message of several statements it may
+           be left out where it is that of the statement before
+error      what a caller did wrong, in a sentence that names its rank; empty: nothing
+gap        zeros up to a multiple of 16 bytes from the start
+body       what the call says of its own: sizes, a sample, small payloads
+gap        as above
+private    what is said to the rank that reads this or, where several read the same message, to
+           each of them (`privately`)
+gap        as above, if another statement follows
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .fingerprint import Cohort, Fields, cohorts_in, encoded, fields_in, joined, written
+from .fingerprint import Fields, encoded, fields_in
+
+DIRECT = 16
+"""Ranks: of so many, and fewer, each tells all others its own statement; more pass on bundles."""
 
 BODY = 136 << 10
 """Bytes that a body may have, with what is said in private. Every rank receives at this cap,
 whatever it is about to call."""
 
-TEXT = 5120
-"""Bytes that fingerprints and errors may have, each: room for four of the longest. The fingerprints
-of a call that agree come in three forms at most, by the fields that ranks do not know: so there is
-room for one that differs."""
+_BODY_OF_MANY = 2 << 10  # bytes: of 1,024 ranks together no more than of 16 with the largest bodies
 
-# magic; bytes of: text, error, body, what is said in private; number of the call, of one rank;
-# whose it is, of several whose error; whether it is of one rank; whether one of several is watched
-_HEAD = struct.Struct("<4sIIIIQI??")
+ERROR = 5120
+"""Bytes that an error may have."""
+
+LONGEST = 1152
+"""Bytes that a fingerprint may have."""
+
+# magic; bytes of: text, error, body, what is said in private; number of the call; the rank; whether
+# it watches who has come
+_HEAD = struct.Struct("<4sIIIIQI?")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 
-CAP = _HEAD.size + 2 * TEXT + 2 * _ALIGNED + BODY
+CAP = _HEAD.size + LONGEST + ERROR + 2 * _ALIGNED + BODY
 """Bytes that a statement may have."""
 
 _NOTHING = memoryview(b"")
 
 Bytes = bytes | bytearray | memoryview
 
-Combine = Callable[[memoryview, memoryview], Bytes]
-"""Makes one body of two, of which the first is of lower ranks; raises any Exception if one is
-invalid."""
-
 Private = Sequence[Bytes]
 """Pieces of what is said to one rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What one rank states, or some together.
+def room(ranks: int) -> int:
+    """Bytes that a body should have at most, where so many ranks state one: what is larger goes by
+    an exchange of its own."""
+    return BODY if ranks <= DIRECT else _BODY_OF_MANY
+
+
+class Statement(NamedTuple):
+    """What one rank states.
 
     Attributes:
-        cohorts: who states which fingerprint.
+        rank: that states it, as the group of the call numbers it.
+        number: of the call, on that rank.
+        fields: the fingerprint of the call.
         error: of a caller, as it travels; empty: there is none.
-        error_rank: whose error it is; without an error some rank of these.
         body: the call's own.
+        watched: whether the rank watches who has come.
         private: what is said to one rank or, as it travels in a meeting, to each.
-        watched: whether some of the ranks watch who has come.
     """
 
-    cohorts: tuple[Cohort, ...]
+    rank: int
+    number: int
+    fields: Fields
     error: bytes
-    error_rank: int
     body: memoryview
-    private: memoryview = _NOTHING
     watched: bool = False
+    private: memoryview = _NOTHING
 
-    def pack(self, private: Private = ()) -> bytearray:
+    @property
+    def members(self) -> str:
+        """The ranks of the call, in words."""
+        return self.fields[1][1]
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, as a clause."""
+        return f"is in call {self.number} ({self.fields[0][1]}) of {self.members}"
+
+    def pack(self, private: Private = (), *, repeats: bool = False) -> bytearray:
         """The message to a rank, with what is said to it in private.
+
+        Args:
+            private: that.
+            repeats: whether the statement before it in a message has the same fingerprint.
 
         Raises:
             RuntimeError: it is longer than a statement may be.
@@ -81,67 +103,57 @@ class Statement:
         more = sum(map(len, private))
         if own + more > BODY:
             raise RuntimeError(f"a statement of {own + more} bytes")
-        first = self.cohorts[0]
-        is_of_one = len(self.cohorts) == first.total == 1
-        text = encoded(first.fields) if is_of_one else written(self.cohorts)
+        text = b"" if repeats else encoded(self.fields)
         head = _HEAD.pack(
             _MAGIC,
             len(text),
             len(self.error),
             own,
             more,
-            first.number,
-            self.error_rank,
-            is_of_one,
+            self.number,
+            self.rank,
             self.watched,
         )
         gap = bytes(-(len(head) + len(text) + len(self.error)) % _ALIGNED)
         rest = bytes(-own % _ALIGNED)
         return bytearray().join([head, text, self.error, gap, self.body, rest, *private])
 
-    @classmethod
-    def unpack(cls, raw: memoryview, like: Fields) -> Statement:
-        """The statement in a message. One with the fingerprint `like` is not parsed for it.
 
-        Raises:
-            ValueError, struct.error: there is none.
-        """
-        magic, text, error, body, private, number, rank, is_of_one, watched = _HEAD.unpack_from(raw)
-        middle = _HEAD.size + text
+def unpack(raw: memoryview, like: Fields) -> list[Statement]:
+    """The statements in a message. Those with the fingerprint `like` are not parsed for it.
+
+    Raises:
+        ValueError, struct.error: there is something else in it.
+    """
+    found: list[Statement] = []
+    expected = encoded(like)
+    begin = 0
+    while begin < len(raw) or not found:
+        magic, text, error, body, private, number, rank, watched = _HEAD.unpack_from(raw, begin)
+        middle = begin + _HEAD.size + text
         end = middle + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
         if magic != _MAGIC or after + private > len(raw):
-            raise ValueError(f"{bytes(raw[: _HEAD.size]).hex()}, of {len(raw)} bytes")
-        said = raw[_HEAD.size : middle]
-        if not is_of_one:
-            cohorts = cohorts_in(bytes(said))
+            head = bytes(raw[begin : begin + _HEAD.size])
+            raise ValueError(f"{head.hex()}, of {len(raw) - begin} bytes")
+        said = raw[begin + _HEAD.size : middle]
+        if found and not text:
+            fields = found[-1].fields
         else:
-            fields = like if said == encoded(like) else fields_in(bytes(said).decode())
-            cohorts = (Cohort(fields, (rank,), 1, number),)
-        return cls(
-            cohorts,
-            bytes(raw[middle:end]),
+            fields = like if said == expected else fields_in(bytes(said).decode())
+        statement = Statement(
             rank,
+            number,
+            fields,
+            bytes(raw[middle:end]),
             raw[start : start + body],
-            raw[after : after + private],
             watched,
+            raw[after : after + private],
         )
-
-    def without_body(self) -> Statement:
-        """The same, of the call alone: nothing but whose it is."""
-        return Statement(self.cohorts, b"", self.error_rank, _NOTHING)
-
-    def with_upper(self, upper: Statement, combine: Combine) -> Statement:
-        """This one and that of higher ranks, as one of all of these."""
-        first = self if self.error else upper
-        cohorts = joined([*self.cohorts, *upper.cohorts], TEXT)
-        # bodies of an erring rank, or of different calls, need not be what `combine` expects
-        body = self.body
-        if not first.error and len({cohort.fields[0] for cohort in cohorts}) == 1:
-            body = memoryview(combine(self.body, upper.body))
-        watched = self.watched or upper.watched
-        return Statement(cohorts, first.error, first.error_rank, body, watched=watched)
+        found.append(statement)
+        begin = after + private + -private % _ALIGNED
+    return found
 
 
 def privately(said: Sequence[Private]) -> Private:

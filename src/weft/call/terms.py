@@ -1,9 +1,8 @@
-"""The terms of a call: of four numbers of each rank all know the smallest.
+"""The terms of a call: what every rank says of autograd, a digest, and bytes of the call's own.
 
 In the body of its statement a rank says whether its tensors record gradients, whether it is under
-`torch.no_grad()`, and a digest of something that may differ. A call may add bytes of its own (a
-mask, a small payload): if statements are direct, each rank gets those of every rank; else they are
-combined by bitwise "or".
+`torch.no_grad()`, and a digest of something that may differ. A call may add bytes of its own, such
+as a mask or a small payload, of which each rank gets those of every rank.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from ..group.pending import Awaited
 from .opening import Opening, opened
 from .statement import BODY, Private
 
-_NOBODY, _RANKS = (1 << 63) - 1, 1 << 31
-# this rank if it records, this rank if it is under no_grad (else `_NOBODY`), the digest, and its
-# complement, of which the smallest is that of the largest
-_SAID = struct.Struct("<4q")
+# whether this rank records, whether it is under no_grad, and the digest
+_TERMS = struct.Struct("<??6xq")
 
-ROOM = BODY - _SAID.size
-"""Bytes that a call may state of its own."""
+
+ROOM = BODY - _TERMS.size
+"""Bytes of its own that a call may add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,7 @@ class Terms:
     opening: Opening
 
     def own(self, nbytes: int | None = None) -> list[memoryview]:
-        """The call's own bytes of each rank, in rank order; if statements are not direct, one item:
-        all combined. Valid inside `agreed`.
+        """The call's own bytes of each rank, in rank order. Valid inside `agreed`.
 
         Raises:
             WireError: those of a rank are not `nbytes`, if that is given.
@@ -111,45 +108,29 @@ def agreed(
         WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
-    rank = group.rank_in_errors(group.rank)
-    numbers = _SAID.pack(
-        rank if mode and mode.records else _NOBODY,
-        rank if mode and not mode.enabled else _NOBODY,
+    terms = _TERMS.pack(
+        mode is not None and mode.records,
+        mode is not None and not mode.enabled,
         digest,
-        ~digest,
     )
-    body = bytearray().join([numbers, own])
-    with opened(
-        group, call, fields, error, body, _combine, watch=watch, private=private
-    ) as opening:
-        said = zip(*opening.read(_numbers), strict=True)
-        recorder, without, lowest, highest = map(min, said)
-        if recorder != _NOBODY and without != _NOBODY:
+    body = bytearray().join([terms, own])
+    with opened(group, call, fields, error, body, watch=watch, private=private) as opening:
+        recording, without, digests = zip(*opening.read(_TERMS.unpack_from), strict=True)
+        records = any(recording)
+        if records and any(without):
+            recorder, other = (
+                group.rank_in_errors(each.index(True)) for each in (recording, without)
+            )
             raise conclusion(
-                f"rank {recorder} records gradients of {call}, rank {without} is under "
+                f"rank {recorder} records gradients of {call}, rank {other} is under "
                 "torch.no_grad(): call it under the same mode on every rank"
             )
-        yield Terms(recorder != _NOBODY, lowest == ~highest, opening)
-
-
-def _numbers(body: memoryview) -> tuple[int, ...]:
-    """The numbers at the start of a body. Raises ValueError if they are invalid."""
-    numbers = _SAID.unpack_from(body)
-    if min(numbers[:2]) < 0 or any(_RANKS <= each < _NOBODY for each in numbers[:2]):
-        raise ValueError(f"it says {numbers}")
-    return numbers
+        yield Terms(records, len({*digests}) == 1, opening)
 
 
 def _own(body: memoryview, nbytes: int | None) -> memoryview:
-    """The bytes after the numbers. Raises ValueError if they are not `nbytes`."""
-    own = body[_SAID.size :]
+    """The bytes after the terms. Raises ValueError if they are not `nbytes`."""
+    own = body[_TERMS.size :]
     if nbytes is not None and len(own) != nbytes:
         raise ValueError(f"{len(own)} bytes for {nbytes}")
     return own
-
-
-def _combine(lower: memoryview, upper: memoryview) -> bytes:
-    numbers = map(min, _numbers(lower), _numbers(upper))
-    size = min(len(lower), len(upper))  # bits of different lengths mean nothing
-    bits = (np.frombuffer(each[_SAID.size : size], np.uint8) for each in (lower, upper))
-    return _SAID.pack(*numbers) + np.bitwise_or(*bits).tobytes()

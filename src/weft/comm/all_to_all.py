@@ -19,19 +19,15 @@ from torch import Tensor
 
 from ..base.devices import on_host
 from ..base.errors import entry
-from ..base.memory import fresh, memory_of, tensor_of
-from ..base.tensors import MOST_DIMS, Shape, wrong_dims
+from ..base.memory import fresh, memory_of
+from ..base.tensors import Shape, wrong_dims
 from ..call.attempt import preparing
-from ..call.opening import is_direct
 from ..call.terms import Mode, agreed
 from ..group import default
-from ..group.channels import SMALL
-from ..group.group import Group
 from .differentiable import Linear, apply
-from .staging import ALONG, most_to_each, moved, unsendable
+from .staging import most_to_each, moved, unsendable
 
 _NAME = "all_to_all"
-_CAP = 8 + 8 * MOST_DIMS + 8 + ALONG  # bytes of a shape and the tensor that is sent along
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 
 
@@ -117,10 +113,10 @@ class Scatter(Linear):
             with preparing(group, self.name):  # there may be no memory
                 told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
-        private = [[each] for each in told] if is_direct(group) else None
+        private = [[each] for each in told]
         with agreed(group, self.name, fields, self.error, mode=mode, private=private) as said:
             self.number = said.opening.number
-            heard = said.opening.private if private else _told(group, told)
+            heard = said.opening.private
             results = list(tensors)
             results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
             outgoing: dict[int, Tensor] = {}
@@ -162,14 +158,3 @@ def _read(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
     if not count:
         return shape, torch.empty(shape, dtype=dtype, device="cpu")
     return shape, torch.frombuffer(payload, dtype=dtype, count=count).view(shape)
-
-
-def _told(group: Group, told: Sequence[bytes]) -> list[memoryview]:
-    """Exchange shapes and small tensors, if they did not fit in direct statements."""
-    sends = [(p, tensor_of(bytearray(told[p]))) for p in group.peers]
-    pending = group.post(sends, [(peer, _CAP) for peer in group.peers], SMALL)
-    heard = [memoryview(each) for each in told]
-    for peer, message in zip(group.peers, pending.wait(), strict=True):
-        heard[peer] = memoryview(bytearray(message.numpy()))
-    pending.release()
-    return heard

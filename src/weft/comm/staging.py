@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking, serves
-from ..call.opening import is_direct
+from ..call.statement import room
 from ..group.channels import TENSORS
 from ..group.group import Group
 
@@ -52,22 +52,14 @@ def unfollowed(name: str, tensor: Tensor) -> str | None:
 
 
 def most_to_all(group: Group) -> int:
-    """Bytes of a tensor of the host that each rank tells all others as a call opens, at most; -1:
-    nothing is told so, not even empty tensors."""
-    if not is_direct(group):
-        return -1
+    """Bytes of a tensor of the host that each rank tells all others as a call opens, at most."""
     # near ones read what a rank has for them in one memory; all ranks say the same of this
     are_all_near = len(group.near) == group.size - 1
-    return ALONG if are_all_near else _TO_OTHERS
+    return min(ALONG if are_all_near else _TO_OTHERS, room(group.size))
 
 
 def most_to_each(group: Group) -> list[int]:
-    """For each rank the bytes of a tensor that it alone is told as a call opens, at most.
-
-    They go with the statement, where statements are direct.
-    """
-    if not is_direct(group):
-        return [ALONG] * group.size
+    """For each rank the bytes of a tensor that it alone is told as a call opens, at most."""
     of_near = min(ALONG, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else ALONG for peer in range(group.size)]
 

@@ -193,19 +193,21 @@ def who_answers(leavers: Mapping[int, Place]) -> str:
     return "all others answer" if leavers else "all answer"
 
 
-def differing(how: str, held: Iterable[tuple[object, Sequence[int], int]], then: str) -> str:
-    """How ranks differ: values, each with the ranks that have it, or some, and how many they are.
+def differing(how: str, holders: Iterable[tuple[object, Sequence[int]]], then: str) -> str:
+    """How ranks differ: values, each with the ranks that have it. Of many the first are named.
 
     Example:
-        >>> differing("the ops differ", [("sum", [0, 3], 9), ("max", [2], 1)], "pass the same")
-        'the ops differ: ranks 0, 3 and 7 more have sum, rank 2 has max; pass the same'
+        >>> differing("they differ", [("sum", [*range(9)]), ("max", [9])], "pass one")
+        'they differ: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more have sum, rank 9 has max; pass one'
     """
     texts = []
-    for value, ranks, total in held:
+    for value, ranks in holders:
         named = sorted(ranks)[:NAMED]
-        more = f" and {total - len(named)} more" if total > len(named) else ""
+        more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
         who = f"{', '.join(map(str, named))}{more}"
-        texts.append(f"rank {who} has {value}" if total == 1 else f"ranks {who} have {value}")
+        texts.append(f"rank {who} has {value}" if len(ranks) == 1 else f"ranks {who} have {value}")
+    if len(texts) > NAMED:
+        texts = [*texts[:NAMED], f"and {len(texts) - NAMED} more are stated"]
     return f"{how}: {', '.join(texts)}; {then}"
 
 

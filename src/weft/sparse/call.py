@@ -65,10 +65,10 @@ class Call:
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
         partial: dtype of partial sums.
         divisor: what the result is divided by.
-        header: the combined headers of all ranks.
+        header: of all ranks together.
         sizes: of the call.
         fields: the fingerprint that all agreed on.
-        headers: of each rank; none where they came combined, and in a step of another schedule.
+        headers: of each rank; none in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
         of_device: what the host knows of rows on an accelerator.
         place: gives the memory of a result with these indices, if the schedule is one step of
@@ -115,7 +115,7 @@ class Call:
 
     @property
     def counts(self) -> list[int]:
-        """How many rows each rank has, where the headers of each came; else it is empty."""
+        """How many rows each rank has; empty in a step of another schedule."""
         return [one.total for one in self.headers]
 
     @property

@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.errors import conclusion
-from ..call.combining import DIRECT
 from .header import Header
 from .registry import ALGORITHMS, ALONE, EAGER
 from .relay import relay_memory
@@ -79,7 +78,7 @@ class Line(NamedTuple):
 
 def is_eager(sizes: Sizes, index_bytes: int) -> bool:
     """Line 1: whether all ranks' rows, with indices of so many bytes, fit in the opening."""
-    fits = sizes.ranks <= DIRECT and Header.fits(sizes.most, index_bytes, sizes.row)
+    fits = Header.fits(sizes.most, index_bytes, sizes.row, sizes.ranks)
     return fits and not sizes.staying
 
 

@@ -1,12 +1,12 @@
 """The header: what a rank says of its rows when a sparse all-reduce opens.
 
-A header is the body of a rank's statement. Headers combine, so one made of all
-ranks' headers says everything that the choice of an algorithm depends on, whether it came in one
-round or in log2 P. A rank with few rows sends the rows themselves instead of saying where they lie;
-when all ranks did, the call needs no second round.
+A header is the body of a rank's statement. One made of all ranks' headers (`Header.of_all`) says
+everything that the choice of an algorithm depends on. A rank with few rows sends the rows
+themselves instead of saying where they lie; when all ranks did, the call needs no second round.
 
 A header describes the distribution of a rank's indices by *points*: quantiles, each of which stands
-for an equal share of the rank's rows. `owners` cuts index ranges from the points of all ranks.
+for an equal share of the rank's rows. `owners` cuts index ranges from the points of all ranks. So
+of many ranks each states fewer points, and each other ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.memory import memory_of, numbers_of, typed
-from ..call.statement import BODY
+from ..call.statement import room
 from ..kernels import Survey
 from .rate import GUESS
 from .rows import Rows
@@ -31,7 +31,9 @@ from .rows import Rows
 POINTS = 128
 """Points of one rank."""
 
-_KEPT = 1024  # points of a combined header
+_STATED = 2048  # points of all ranks together
+_KEPT = 1024  # points of the header of all ranks together
+_GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
 # the first fields of a header, in their order; then the number of points, and the bytes of one and
 # of a weight or, if rows follow, -1 and the bytes of an index. 64 bytes, so that rows are aligned
 _FIXED = struct.Struct("<4qB7xq2B14x")
@@ -45,7 +47,7 @@ _NOTHING: Longs = np.empty(0, np.int64)
 
 
 class Header(NamedTuple):
-    """The header of one rank, or the combined header of some ranks.
+    """The header of one rank, or of all ranks together.
 
     Attributes:
         total: rows, summed over ranks (after each rank removed its duplicates).
@@ -118,9 +120,9 @@ class Header(NamedTuple):
         )
 
     @staticmethod
-    def fits(count: int, index_bytes: int, row_bytes: int) -> bool:
-        """Whether so many rows may travel in a header."""
-        return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= BODY
+    def fits(count: int, index_bytes: int, row_bytes: int, ranks: int) -> bool:
+        """Whether so many rows may travel in the header of each of so many ranks."""
+        return _FIXED.size + count * (index_bytes + row_bytes) + _GRAIN <= room(ranks)
 
     def pack(self) -> bytearray:
         """The header as bytes."""
@@ -208,7 +210,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of_all(cls, headers: Sequence[Header]) -> Header:
-        """Combine headers, in the order of their ranks.
+        """The header of all ranks, from those of each in rank order.
 
         The result has no points if a header carries rows, or has unsorted rows: then nobody needs
         them, or the headers need `all_with_points` before.
@@ -225,8 +227,26 @@ class Header(NamedTuple):
         points = np.concatenate([one.points for one in headers])
         weights = np.concatenate([one.weights for one in headers])
         order = np.argsort(points, kind="stable")
-        points, weights = _thinned(points[order], weights[order])
-        return header._replace(points=points, weights=weights)
+        return header._replace(points=points[order], weights=weights[order])._thinned(_KEPT)
+
+    def of_one_of(self, ranks: int, rank: int) -> Header:
+        """This header of a rank with as many points as each of so many ranks states."""
+        return self._thinned(max(1, _STATED // ranks), rank * _GOLDEN % 65536)
+
+    def _thinned(self, most: int, phase: int = 0) -> Header:
+        """This header with so many points at most: each stands for the rows of some neighbours.
+
+        Args:
+            most: points that are left.
+            phase: which of the neighbours it is, from 0, the first, up to 65,535, the last.
+        """
+        count = len(self.points)
+        if count <= most:
+            return self
+        bounds = np.arange(most + 1, dtype=np.int64) * count // most
+        starts = bounds[:-1]
+        points = self.points[starts + (np.diff(bounds) * phase >> 16)]
+        return self._replace(points=points, weights=np.add.reduceat(self.weights, starts))
 
 
 def all_with_points(headers: Sequence[Header]) -> list[Header]:
@@ -259,11 +279,3 @@ def _longs_in(raw: memoryview, width: int) -> Longs:
 def _last(indices: Tensor) -> int:
     """The largest of sorted indices, -1 if there are none."""
     return int(indices[-1]) if indices.numel() else -1
-
-
-def _thinned(points: Longs, weights: Longs) -> tuple[Longs, Longs]:
-    """Merge neighbouring points until at most `_KEPT` are left; the sum of weights stays."""
-    if len(points) <= _KEPT:
-        return points, weights
-    starts = np.arange(_KEPT, dtype=np.int64) * len(points) // _KEPT
-    return points[starts], np.add.reduceat(weights, starts)

@@ -23,14 +23,14 @@ from ..base.devices import current, on_host
 from ..base.tensors import dtype_in, shape_in
 from ..call.attempt import confess
 from ..call.fingerprint import UNKNOWN
-from ..call.opening import Opening, is_direct, opened
+from ..call.opening import Opening, opened
 from ..group.group import Group
 from .call import Call, partial_dtype, row_bytes
 from .canonical import canonical
 from .choose import Line, chosen, is_eager
 from .explanation import Explanation
 from .guard import guarded
-from .header import Header, all_with_points, combined
+from .header import Header, all_with_points
 from .rate import GUESS, known_rate, learn, suited
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER
@@ -67,14 +67,14 @@ def begun(
                 rows = canonical(request, on_device.memory, leases)
             except Exception as trouble:  # there is no memory
                 error = in_words(trouble)
-        header = _header(on_device, request, rows, eager=may_be_eager and error is None)
+        header = _header(group, on_device, request, rows, eager=may_be_eager and error is None)
         fields = {"device": on_device.route, **request.fields}
-        with opened(group, name, fields, error, header.pack(), combined) as opening:
+        with opened(group, name, fields, error, header.pack()) as opening:
             # from here on every rank knows the same of the call
             if not len(rows):
                 request = _informed(request, opening)
                 rows = replace(request.rows, values=request.rows.values.to(request.dtype))
-            known = header if is_direct(group) and header.total else None
+            known = header if header.total else None
             unpack = partial(Header.unpack, moves=request.moves)
             headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
             call = _call_of(group, request, opening.fields, headers)
@@ -89,26 +89,27 @@ def begun(
 
 def _may_be_eager(group: Group, request: Request) -> bool:
     """Whether this rank's rows may travel in the opening exchange, if they fit."""
-    if not is_direct(group) or group.size == 1 or request.error is not None:
+    if group.size == 1 or request.error is not None:
         return False
     if not on_host(request.rows.values):  # which never pass through the host
         return False
     return request.moves or request.algorithm == "auto"
 
 
-def _header(on_device: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
+def _header(group: Group, on_device: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(tuple(rows.row_shape), request.dtype)
-    carries = eager and Header.fits(len(rows), rows.indices.element_size(), row)
+    carries = eager and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     # an error of this rank may be that WEFT_LINK says no rate
     rate = known_rate(on_device) if request.error is None else GUESS
-    return Header.of(
+    header = Header.of(
         rows.indices,
         rate=rate,
         highest=request.highest if request.moves else None,
         values=rows.values if carries else None,
         survey=request.survey,
     )
+    return header.of_one_of(group.size, group.rank)
 
 
 def _informed(request: Request, opening: Opening) -> Request:
@@ -174,13 +175,13 @@ def _call_of(
         header=header,
         sizes=_sizes(group.size, request, summed_as, header),
         fields=fields,
-        headers=headers if is_direct(group) else (),
+        headers=headers,
         of_device=request.of_device,
     )
 
 
 def _sizes(ranks: int, request: Request, summed_as: torch.dtype, header: Header) -> Sizes:
-    """The sizes of a call, from the combined header."""
+    """The sizes of a call, from the header of all ranks."""
     row_shape = tuple(request.rows.row_shape)
     height = request.rows.height
     return Sizes(

@@ -2,9 +2,11 @@
 
 A model with many embedding tables would pay the latency of a call for each. So the tables of one
 dtype and row shape form a *group*: their indices are shifted, each table has a range of one key
-space, and one ordinary call reduces the group. A small exchange comes before the first of these
-calls. It tells every rank the kind and the largest index of each table; from that all ranks compute
-the same groups and the same ranges. A rank without rows of a table need not know its row shape.
+space, and one ordinary call reduces the group. An opening comes before the first of these calls.
+In it every rank states three numbers of each table: a digest of its kind, one of its row shape, and
+the largest index. From that all ranks compute the same groups and the same ranges. Where ranks
+differ, an opening for that table tells how; or what its row shape is, which a rank without rows of
+it need not know.
 
 The results of a group's tables are parts of the tall table's memory, which is freed with the last
 of them.
@@ -16,6 +18,8 @@ So the host waits once for the list, and once for each group.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +37,7 @@ from ..base.errors import conclusion, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, shape_in
 from ..call.opening import opened
-from ..call.statement import BODY, Bytes
+from ..call.statement import room
 from ..group.group import Group
 from . import run
 from .header import POINTS
@@ -54,24 +58,17 @@ _FIELDS = (
     "device",
 )
 
-_TABLE = np.dtype(
-    [
-        ("what", "S128"),  # dtypes, height and sparse shape, which must be equal on all ranks
-        ("shape", "S128"),  # of a row; empty if this is not known
-        ("highest", np.int64),  # index; -1 if there are no rows
-        ("odd", np.int64),  # whether ranks differ
-    ]
-)
-"""What a rank states of a table, or what the statements of some ranks combine to."""
+_NUMBERS = 3
+"""What a rank states of a table: a digest of its kind, one of its row shape, and the largest index,
+-1 if the rank has no rows of it."""
 
-_LONGEST = _TABLE["shape"].itemsize  # characters of a row shape
+_KEPT = 1 << 12  # digests that are kept: training makes the same calls
 _SHOWN = 40  # characters of a sparse shape; of a longer one a digest is compared
-_MOST = BODY // _TABLE.itemsize  # tables in a statement
 
 _INTEGERS = Rows(NOTHING.indices, NOTHING.indices)
 
-_Tables = NDArray[Any]
-"""An array of `_TABLE`: one element for each table."""
+_Numbers = NDArray[np.int64]
+"""The numbers of some tables, `[tables, _NUMBERS]`."""
 
 
 def requests_of(
@@ -90,9 +87,6 @@ def requests_of(
         request = of_all.given(table)
         if on_host(request.rows.indices):
             request.look_at_ends()
-        if request.error is None and len(str(request.fields["row shape"])) > _LONGEST:
-            dims = len(request.rows.row_shape)
-            request.error = f"rows of {dims} dimensions are too many for a list: pass it alone"
         requests.append(request)
     requests[0].fields["number of tables"] = len(rows)
     wrong = _wrong(requests) if rows else requests[0].error
@@ -182,8 +176,7 @@ def reduced(group: Group, requests: Sequence[Request], error: str | None) -> lis
     Returns:
         The result of each table, in the form that it was given in.
     """
-    stated = _stated(group, requests, error)
-    kinds = _kinds(stated, requests)
+    kinds = _kinds(_agreed_tables(group, requests, error), requests)
     calls = [kind.request(requests) for kind in kinds]
     done = [run.reduced(group, call) for call in calls]
     # where tables begin in the results, unless the algorithm knows: read together, with one wait
@@ -311,29 +304,28 @@ def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     return parts
 
 
-def _kinds(stated: _Tables, requests: Sequence[Request]) -> list[_Kind]:
+def _kinds(tables: Sequence[_Table], requests: Sequence[Request]) -> list[_Kind]:
     """The groups of tables that have rows on some rank.
 
     Raises:
         WeftError: the indices of a group do not fit in one key space.
     """
-    kinds: dict[tuple[bytes, bytes], list[int]] = {}
-    what, shape, highest = (stated[name].tolist() for name in ("what", "shape", "highest"))
-    for table, top in enumerate(highest):
-        if top >= 0:
-            kinds.setdefault((what[table].split(b",")[0], shape[table]), []).append(table)
+    kinds: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for number, table in enumerate(tables):
+        if table.highest >= 0:
+            kinds.setdefault((table.values, table.row_shape), []).append(number)
     groups = []
-    for (_, row_shape), tables in kinds.items():
-        sizes = [highest[table] + 1 for table in tables]
+    for (_, row_shape), numbers in kinds.items():
+        sizes = [tables[number].highest + 1 for number in numbers]
         starts = [0, *accumulate(sizes)]
         staying = not on_host(requests[0].rows.indices)
-        tall = staying or len(tables) > 1
+        tall = staying or len(numbers) > 1
         if staying:
-            starts = [table << _shift(requests)[0] for table in (*tables, tables[-1] + 1)]
+            starts = [number << _shift(requests)[0] for number in (*numbers, numbers[-1] + 1)]
         elif starts[-1] > _END and tall:
-            most = max(zip(sizes, tables, strict=True))
+            most = max(zip(sizes, numbers, strict=True))
             raise conclusion(f"table {most[1]}: {_too_large(most[0] - 1)}")
-        groups.append(_Kind(tuple(tables), shape_in(row_shape.decode()), starts, tall))
+        groups.append(_Kind(tuple(numbers), row_shape, starts, tall))
     return groups
 
 
@@ -342,8 +334,22 @@ def _nothing(rows: Rows) -> Rows:
     return Rows(rows.indices[:0], rows.values.new_empty(0, *rows.row_shape), rows.height)
 
 
-def _stated(group: Group, requests: Sequence[Request], error: str | None) -> _Tables:
-    """The combined statements of all ranks on the tables; collective.
+class _Table(NamedTuple):
+    """What all ranks know of a table.
+
+    Attributes:
+        values: their dtype, and as which they travel.
+        row_shape: shape of a row; if no rank has rows, as this rank has it.
+        highest: the largest index; -1 if no rank has rows.
+    """
+
+    values: str
+    row_shape: tuple[int, ...]
+    highest: int
+
+
+def _agreed_tables(group: Group, requests: Sequence[Request], error: str | None) -> list[_Table]:
+    """What all ranks know of the tables; collective.
 
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
@@ -354,44 +360,75 @@ def _stated(group: Group, requests: Sequence[Request], error: str | None) -> _Ta
     error = error or over.refusal
     requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
-    mine = np.zeros(len(requests) if error is None else 0, _TABLE)
+    mine = np.empty((0, _NUMBERS), np.int64)
     if error is None:
-        mine[:] = [_statement(request) for request in requests]
-    statements = []
-    for start in _first_tables(requests):
-        body = mine[start : start + _MOST].view(np.uint8).data
-        with opened(group, NAME, fields, error, body, combined_statement) as opening:
-            statements.append(_together(opening.read(_read, body.nbytes)))
-    stated = np.concatenate(statements)
-    if stated["odd"].any():
-        table = int(stated["odd"].argmax())
-        what, shape = (mine[each][table].decode() for each in ("what", "shape"))
-        fields = {f"table {table}": what, f"the row shape of table {table}": shape or None}
-        with opened(group, NAME, fields, None):
-            pass  # which raises how they differ
-    return stated
+        mine = np.array([_numbers_of(request) for request in requests])
+    most = room(group.size) // (_NUMBERS * mine.itemsize)
+    parts = []
+    for start in range(0, len(requests), most):
+        own = mine[start : start + most]
+        with opened(group, NAME, fields, error, own.tobytes()) as opening:
+            parts.append(np.stack(opening.read(_numbers_in, len(own))))
+    kinds, shapes, highest = np.moveaxis(np.concatenate(parts, axis=1), 2, 0)
+    has_rows = highest >= 0
+    shape = np.take_along_axis(shapes, has_rows.argmax(0)[None], 0)  # that of a rank with rows
+    differs = (kinds != kinds[0]) | (has_rows.any(0) & (shapes != shape))
+    tables = []
+    for number, request in enumerate(requests):
+        row_shape = tuple(request.rows.row_shape)
+        if differs[:, number].any():
+            row_shape = _row_shape(group, number, request)
+        tables.append(_Table(_values(request), row_shape, int(highest[:, number].max())))
+    return tables
 
 
-def _first_tables(requests: Sequence[Request]) -> range:
-    """The number of the first table of each statement."""
-    return range(0, len(requests), _MOST)
+def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
+    """The row shape of a table of which ranks have stated other digests; collective.
+
+    Raises:
+        WeftError: the ranks that have rows differ; or all, in something else.
+    """
+    name = f"the row shape of table {number}"
+    fields = {f"table {number}": _kind(request), name: request.fields["row shape"]}
+    with opened(group, NAME, fields, None) as opening:
+        return opening.field(name, shape_in)
 
 
-def _statement(request: Request) -> tuple[object, ...]:
+def _numbers_of(request: Request) -> tuple[int, int, int]:
     """What this rank states of a table."""
-    values = str(request.rows.values.dtype)[6:]
+    row_shape = str(tuple(request.rows.row_shape))
+    return _digest(_kind(request)), _digest(row_shape), request.highest
+
+
+def _numbers_in(body: memoryview, tables: int) -> _Numbers:
+    """Read what a rank states of so many tables. Raises ValueError if the bytes are none."""
+    numbers = np.frombuffer(body, np.int64).reshape(tables, _NUMBERS)
+    if (numbers[:, -1] < -1).any():
+        raise ValueError("a highest index is below -1")
+    return numbers
+
+
+@functools.lru_cache(_KEPT)
+def _digest(text: str) -> int:
+    """An int64 that tells texts apart."""
+    code = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(code, "little", signed=True)
+
+
+def _kind(request: Request) -> str:
+    """What must be equal on all ranks of a table, beside its row shape."""
     index = str(request.rows.indices.dtype)[6:]
-    travels = ""
-    if request.half is not None:
-        values = str(request.half)[6:]
-        travels = " as float32"
-    elif request.dtype != request.rows.values.dtype:
-        travels = f" as {str(request.dtype)[6:]}"
     height = "no height" if request.rows.height is None else f"height {request.rows.height}"
-    shape = request.fields["row shape"]
-    what = f"{values} values{travels}, {index} indices, {height}{_sparse_shape(request)}"
-    shape = "" if shape is None else str(shape)
-    return what, shape, request.highest, False
+    return f"{_values(request)}, {index} indices, {height}{_sparse_shape(request)}"
+
+
+def _values(request: Request) -> str:
+    """The dtype of a table's values, and as which they travel."""
+    own = request.rows.values.dtype
+    if request.half is not None:
+        return f"{str(request.half)[6:]} values as float32"
+    travels = "" if request.dtype == own else f" as {str(request.dtype)[6:]}"
+    return f"{str(own)[6:]} values{travels}"
 
 
 def _sparse_shape(request: Request) -> str:
@@ -401,34 +438,3 @@ def _sparse_shape(request: Request) -> str:
     if len(shape) < 2:
         return ""
     return summed_up(f" of {shape}", _SHOWN, f" of {len(shape)} dimensions")
-
-
-def _read(body: memoryview, nbytes: int) -> _Tables:
-    """Read a statement. Raises ValueError if it is none of so many bytes."""
-    tables: _Tables = np.frombuffer(body, _TABLE)
-    for text in set(tables["shape"].tolist()):
-        shape_in(text.decode())
-    if len(body) != nbytes or (tables["highest"] < -1).any():
-        raise ValueError(f"{len(tables)} tables, of which some are none")
-    return tables
-
-
-def _together(each: Sequence[_Tables]) -> _Tables:
-    """Combine statements on the tables, in the order of the ranks."""
-    statements = np.stack(each)
-    every = np.arange(statements.shape[1])
-    known = statements["shape"] != b""
-    # as the first has it who knows the row shape
-    stated: _Tables = statements[known.argmax(0), every]
-    other_shape = known & (statements["shape"] != stated["shape"])
-    odd = (statements["what"] != stated["what"]) | other_shape
-    for name in ("highest", "odd"):
-        stated[name] = statements[name].max(0)
-    stated["odd"] |= odd.any(0)
-    return stated
-
-
-def combined_statement(lower: memoryview, upper: memoryview) -> Bytes:
-    if len(lower) != len(upper):
-        return lower  # the fingerprints tell
-    return _together([_read(each, len(lower)) for each in (lower, upper)]).tobytes()

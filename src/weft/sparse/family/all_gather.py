@@ -136,7 +136,7 @@ def sparse_all_gather(
     counts: list[int] = []
 
     def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
-        counts.extend(_counts(rows, call))
+        counts.extend(call.counts)
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
     def job() -> Any:
@@ -145,15 +145,6 @@ def sparse_all_gather(
         return (restored, torch.tensor(counts)) if with_counts else restored
 
     return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
-
-
-def _counts(own: Rows, call: Call) -> list[int]:
-    """How many rows each rank has."""
-    if call.headers:
-        return call.counts
-    numbers = range(call.header.most + 1)
-    count = len(own).to_bytes(8, "little")
-    return call.group.all_gather_bytes(count, lambda raw: numbers[int.from_bytes(raw, "little")])
 
 
 def concatenated(own: Rows, call: Call, counts: Sequence[int]) -> Rows:
