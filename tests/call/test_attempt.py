@@ -120,3 +120,29 @@ def test_what_one_rank_raises_between_two_openings_all_raise(group):
     with pytest.raises(weft.WeftError, match=r"^rank 1: MemoryError: no room$"):
         group.worker.call("test", job)
     assert weft.all_reduce(torch.ones(1)).item() == group.size
+
+
+ASYNC = {
+    "sparse_all_reduce": lambda right, group: weft.sparse_all_reduce(
+        (torch.tensor([1]), torch.ones(1 if right else 2)), "sum", group, True
+    ),
+    "sparse_all_gather": lambda right, group: weft.sparse_all_gather(
+        (torch.tensor([1]), torch.ones(1 if right else 2)), group, True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASYNC)
+@spmd(2, timeout=20.0)
+def test_an_asynchronous_call_that_is_wrong_does_not_wait_for_the_others(group, name):
+    """So two groups may be used in opposite order; else both would be lost."""
+    other = group.split([0, 1])
+    if group.rank == 0:
+        assert weft.all_reduce(torch.ones(1), group=other).item() == 2
+    work = ASYNC[name](group.rank == 0, group)
+    if group.rank == 1:
+        assert weft.all_reduce(torch.ones(1), group=other).item() == 2
+    with pytest.raises(weft.WeftError, match=r"^rank 1: "):
+        work.wait()
+    assert weft.all_reduce(torch.ones(1)).item() == 2
+    other.close()

@@ -399,7 +399,7 @@ WRONG = {
         "in table 1: ranks? 0.* ha.* height 9, rank 1 has .* no height",
     ),
     "op": (lambda rows: {"op": "max"}, "op: .* sum, rank 1 has max"),
-    "unknown op": (lambda rows: {"op": "median"}, "rank 1: table 0: op 'median' is unknown"),
+    "unknown op": (lambda rows: {"op": "median"}, "rank 1: op 'median' is unknown"),
     "algorithm": (lambda rows: {"algorithm": "split"}, "algorithm: .* auto, rank 1 has split"),
     "fewer": (lambda rows: {"rows": rows[:1]}, "number of tables: .* 2, rank 1 has 1"),
     "none": (lambda rows: {"rows": []}, "number of tables: .* 2, rank 1 has 0"),

@@ -52,6 +52,12 @@ class WeftError(Error, ValueError):
     is_conclusion = False
 
 
+def check(wrong: str | None) -> None:
+    """Raise WeftError with what is wrong, if anything is."""
+    if wrong is not None:
+        raise WeftError(wrong)
+
+
 def conclusion(text: str) -> WeftError:
     """The error that every rank of an open call raises, since it follows from what all know.
 

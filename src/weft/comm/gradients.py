@@ -202,7 +202,8 @@ class Synchronised:
             kind = self.wire_dtype if rounds else None, table.device.type
             calls.setdefault(kind, {})[name] = table
         for (wire_dtype, _), tables in calls.items():
-            job = job_of(self.group, list(tables.values()), self._op, "auto", wire_dtype)
+            with preparing(self.group, NAME):
+                job = job_of(self.group, list(tables.values()), self._op, "auto", wire_dtype)
             gradients.update(zip(tables, job.run(), strict=True))
 
     def _dense(self, name: str, gradients: dict[str, Tensor]) -> Tensor:

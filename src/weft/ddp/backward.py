@@ -34,8 +34,8 @@ from torch.futures import Future
 
 from ..base._torch import at_end_of_backward, backward_id, uncompiled
 from ..base.devices import Aside, Streams, on_host
-from ..base.errors import WeftError, WireError
-from ..call.attempt import confess
+from ..base.errors import WeftError, WireError, check
+from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..group.group import Group
 from ..group.worker import Work
@@ -170,11 +170,11 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
     error, state.unlike = state.unlike, None
 
     def job() -> list[Tensor]:
-        if error is not None:  # the others hear of it as they open this call
-            confess(group, _TABLES, None, error)
         alone = len(given) == 1
-        # in the stream of the Aside around it
-        done = job_of(group, given[0] if alone else given, "avg", *like)()
+        with preparing(group, _TABLES):
+            check(error)
+            reduction = job_of(group, given[0] if alone else given, "avg", *like)
+        done = reduction()  # in the stream of the Aside around it
         state.note_call(group)
         results = [done] if alone else done
         for (gradient, _), result in zip(pairs, results, strict=True):

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..base.arguments import in_words, shown
+from ..base.arguments import shown
 from ..base.errors import WeftError, summed_up
+from ..call.attempt import preparing
 from ..comm.buckets import reduce_dense
 from ..group.group import Group
 from ..sparse.api import job_of_one
@@ -171,7 +172,6 @@ class Sparsifier:
         tensors: Mapping[str, Tensor],
         owners: Mapping[str, Owner],
         *,
-        error: str | None = None,
         description: str | None = None,
         may_be_unused: bool = False,
     ) -> None:
@@ -184,7 +184,6 @@ class Sparsifier:
             group: of the ranks that take part.
             tensors: by name; 1-D, contiguous, of one dtype, on one device.
             owners: what the residual of each belongs to.
-            error: what is wrong with this rank's call, or None; raised on every rank.
             description: of tensors, which ranks compare; None: that of these tensors.
             may_be_unused: whether a rank sends nothing of a tensor of zeros, of which the caller
                 may throw the mean away.
@@ -192,24 +191,21 @@ class Sparsifier:
         Raises:
             WeftError: as `sync_sparsified`.
         """
-        given = {name: flat for name, flat in tensors.items() if flat.numel()} if not error else {}
+        given = {name: flat for name, flat in tensors.items() if flat.numel()}
         # by dtype, length and settings alone, which are equal on all ranks
         in_part = [name for name, flat in given.items() if self._is_sparsified(flat)]
         whole = [name for name, flat in given.items() if not self._is_sparsified(flat)]
         picked: dict[str, Picked] = {}
-        rows, copies = _rows_of([], [], torch.empty(0)), list[Tensor]()
-        try:
+        rows = _rows_of([], [], torch.empty(0))
+        with preparing(group, "sparse_all_reduce"):
             for name, flat in given.items():
                 picked[name] = self._pick(owners[name], flat, may_be_unused)
             if in_part:
                 parts = [picked[name] for name in in_part]
                 rows = _rows_of(parts, [given[name].numel() for name in in_part], given[in_part[0]])
             copies = [_whole_of(picked[name], given[name]) for name in whole]
-        except Exception as trouble:  # raised here, it would leave the other ranks waiting
-            error = in_words(trouble)
-        # takes place even if no tensor is sparsified: it compares the ranks
-        request = Request.of(rows, "avg", "auto", self.wire_dtype)
-        request.error = error or request.error
+            # takes place even if no tensor is sparsified: it compares the ranks
+            request = Request.of(rows, "avg", "auto", self.wire_dtype)
         request.fields = {"tensors": description or described(tensors)} | request.fields
         means: Rows = job_of_one(group, request).run()
         reduce_dense(group, copies, "avg", self.wire_dtype)

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from ..base.errors import WeftError, check
+from ..call.attempt import preparing
 from ..group.group import Group
 from .backward import hook
 from .sparsify import Sparsifier
-from .state import State
+from .state import NAME, State
 
 
 class TopK(State):
@@ -134,15 +136,16 @@ class TopK(State):
 
         def reduction(group: Group, flat: Tensor) -> None:
             parts = dict(zip(owners, flat.split_with_sizes(sizes), strict=True))
-            error = self.sparsifier.wrong(parts, owners)
-            if names := self.sparsifier.of_names:
-                error = (
-                    f"something is kept of {min(names)!r}, which is no parameter: have a state for "
-                    "each model, and pass the model to load_state_dict"
-                )
+            with preparing(group, NAME):
+                if names := self.sparsifier.of_names:
+                    raise WeftError(
+                        f"something is kept of {min(names)!r}, which is no parameter: have a state "
+                        "for each model, and pass the model to load_state_dict"
+                    )
+                check(self.sparsifier.wrong(parts, owners))
             # DistributedDataParallel learns which parameters no rank used, and throws the means of
             # these away, when all buckets have come; in the buckets they are zeros
-            self.sparsifier.reduce(group, parts, owners, error=error, may_be_unused=True)
+            self.sparsifier.reduce(group, parts, owners, may_be_unused=True)
             self.note_call(group)
 
         return reduction

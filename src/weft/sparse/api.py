@@ -6,7 +6,7 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -20,7 +20,6 @@ from ..group.worker import Work
 from . import run, tables
 from .explanation import Explanation
 from .forms import AnyForm, Form, Member, Reduction
-from .record import started
 from .request import Request
 
 _NAME = "sparse_all_reduce"
@@ -129,10 +128,10 @@ def sparse_all_reduce(
         (tensor([2, 7]), tensor([2., 5.]))
     """
     group = default.resolve(group)
-    with preparing(group, _NAME):
-        job = job_of(group, rows, op, algorithm, wire_dtype)
-        is_async = truth("async_op", async_op)
-    return started(group, _NAME, job, is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        call.job = job_of(group, rows, op, algorithm, wire_dtype)
+    return call.start()
 
 
 @untransformed
@@ -159,22 +158,23 @@ def explain(
         bound: 0 bytes a rank
     """
     group = default.resolve(group)
-    with preparing(group, "explain"):
+    with preparing(group, "explain") as call:
         if isinstance(rows, list):
             raise WeftError("explain takes one table: pass one of the list")
         request = Request.of(rows, op, algorithm, wire_dtype)
-    return group.worker.call("explain", functools.partial(run.explained, group, request))
+        call.job = functools.partial(run.explained, group, request)
+    return cast(Explanation, call.start())
 
 
 def job_of(group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object) -> Aside[Any]:
     """What reduces a table, or a list of them, when its turn has come."""
     if not isinstance(rows, list):
         return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype))
-    requests, error = tables.requests_of(rows, op, algorithm, wire_dtype)
+    requests = tables.requests_of(rows, op, algorithm, wire_dtype)
     count = len(rows)  # of the list as it is now
 
     def job() -> list[Any]:
-        return tables.reduced(group, requests, error)[:count]
+        return tables.reduced(group, requests)[:count]
 
     return Aside(group.streams, requests[0].device, job)
 

@@ -1,11 +1,10 @@
-"""The record of the last sparse call on each group, and how a call takes its turn."""
+"""The record of the last sparse call on each group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from ..base.devices import Aside
 from ..group import default
 from ..group.group import Group
 
@@ -81,10 +80,3 @@ def note(group: Group, record: Record) -> None:
     assert call is not None  # whose turn it is
     group.state[_RECORD] = record
     call.sparse = record
-
-
-def started(group: Group, name: str, job: Aside[Any], async_op: bool) -> Any:
-    """Queue a job on the group: wait for its result or, with `async_op`, return its `Work`."""
-    if async_op:
-        return group.worker.submit(name, job)
-    return job.joined(group.worker.call(name, job))

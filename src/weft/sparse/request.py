@@ -1,9 +1,4 @@
-"""The arguments of a call, checked on this rank without raising.
-
-A rank whose arguments are wrong must still make its opening statement, else the other ranks would
-wait for it. So a check that fails puts its message into `Request.error`, and the opening exchange
-tells all ranks.
-"""
+"""The arguments of a call, checked on this rank: what is wrong with them is raised."""
 
 from __future__ import annotations
 
@@ -17,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..base.arguments import as_integer, in_words, printable, shown, wrong_root
+from ..base.arguments import as_integer, printable, shown, wrong_root
 from ..base.devices import is_capturing, on_host
-from ..base.errors import WeftError, meant, summed_up
+from ..base.errors import WeftError, check, meant, summed_up
 from ..base.tensors import (
     has_elements,
     is_made_of_others,
@@ -53,7 +48,7 @@ _LONGEST = 160  # bytes that the name of a caller's function may have
 
 @dataclass(slots=True)
 class Request:
-    """One call's arguments, as far as they are valid.
+    """One call's arguments, which are valid.
 
     Attributes:
         rows: the rows to be reduced or moved.
@@ -69,7 +64,6 @@ class Request:
         half: the dtype of the caller's values, if they are half precision and `rows` has them in
             float32, so that only the result is rounded; else None.
         fields: the fingerprint: values that must be equal on all ranks.
-        error: what is wrong with the arguments, or None.
         restore: converts a result to the form of the rows that were given.
         of_device: what the host knows of rows on an accelerator.
     """
@@ -86,7 +80,6 @@ class Request:
     rounded: torch.dtype | None = None
     half: torch.dtype | None = None
     fields: dict[str, object] = field(default_factory=dict)
-    error: str | None = None
     restore: Callable[[Rows], Any] = lambda rows: rows
     of_device: OfDevice = field(default_factory=OfDevice)
 
@@ -107,15 +100,13 @@ class Request:
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
         """Check the arguments that do not depend on the rows."""
         request = cls(moves=op is _MOVE)
-        with request:
-            if not request.moves:
-                request.op = operation(op)
-                request.fields["op"] = request.op.name
-            request._take_algorithm(algorithm)
-            if error := wrong_wire_dtype(wire_dtype):
-                raise WeftError(error)
-            request.rounded = wire_dtype
-            request.fields["wire_dtype"] = str(wire_dtype)
+        if not request.moves:
+            request.op = operation(op)
+            request.fields["op"] = request.op.name
+        request._take_algorithm(algorithm)
+        check(wrong_wire_dtype(wire_dtype))
+        request.rounded = wire_dtype
+        request.fields["wire_dtype"] = str(wire_dtype)
         return request
 
     def given(self, rows: object) -> Request:
@@ -123,15 +114,13 @@ class Request:
         request = Request(
             moves=self.moves, op=self.op, algorithm=self.algorithm, rounded=self.rounded
         )
-        request.error = self.error
-        with request:
-            given, request.restore = unwrapped(rows, combined=not self.moves)
-            request.rows = readable(given)
-            request.fields = _fields(request.rows) | self.fields
-            if isinstance(rows, Tensor):  # else the height is all there is to know
-                request.fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
-            request._take_dtype(request.rows.values.dtype)
-            request._widen()
+        given, request.restore = unwrapped(rows, combined=not self.moves)
+        request.rows = readable(given)
+        request.fields = _fields(request.rows) | self.fields
+        if isinstance(rows, Tensor):  # else the height is all there is to know
+            request.fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
+        request._take_dtype(request.rows.values.dtype)
+        request._widen()
         return request
 
     @property
@@ -144,27 +133,23 @@ class Request:
         if self.moves:
             return self.look_at_ends()
         indices = self.rows.indices
-        if self.error is not None:
-            return self
-        with self:
-            if not on_host(indices):
-                if self.survey is None:
-                    self.survey = kernels.survey([indices], POINTS)[0]
-                    self._take_ends(self.survey.lowest, self.survey.highest)
-                self.distinct = self.survey.distinct
-                self.of_device.points = self.survey.points
-            elif indices.numel() and not self.distinct.indices.numel():
-                self.distinct = kernels.distinct(indices)
-                ascending = self.distinct.indices
-                self._take_ends(int(ascending[0]), int(ascending[-1]))
+        if not on_host(indices):
+            if self.survey is None:
+                self.survey = kernels.survey([indices], POINTS)[0]
+                self._take_ends(self.survey.lowest, self.survey.highest)
+            self.distinct = self.survey.distinct
+            self.of_device.points = self.survey.points
+        elif indices.numel() and not self.distinct.indices.numel():
+            self.distinct = kernels.distinct(indices)
+            ascending = self.distinct.indices
+            self._take_ends(int(ascending[0]), int(ascending[-1]))
         return self
 
     def look_at_ends(self) -> Request:
         """Check the indices without sorting them."""
         indices = self.rows.indices
-        if self.error is None and indices.numel():
-            with self:
-                self._take_ends(*kernels.read(torch.stack(indices.aminmax()).long()))
+        if indices.numel():
+            self._take_ends(*kernels.read(torch.stack(indices.aminmax()).long()))
         return self
 
     def of_rows(
@@ -182,27 +167,15 @@ class Request:
         made.of_device = OfDevice(marks=marks)
         return made.look()
 
-    def __enter__(self) -> None:
-        """Begin a block whose errors are put into `error` and not raised."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        ours = isinstance(error, WeftError)  # raised here it would leave the others waiting
-        self.error = str(error) if ours else in_words(error)
-        self.dtype = self.rows.values.dtype
-        return True
-
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
+        check(wrong_root(name, root, given, size))
         self.fields[name] = root
-        self.error = self.error or wrong_root(name, root, given, size)
 
     def _take_ends(self, low: int, high: int) -> None:
         self.lowest = low
         self.highest = high
-        if error := outside(low, high, self.rows.height):
-            raise WeftError(error)
+        check(outside(low, high, self.rows.height))
 
     def _take_algorithm(self, name: object) -> None:
         said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
@@ -217,8 +190,7 @@ class Request:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""
         if not self.moves and (reason := self.op.refuses(own)):
             raise WeftError(reason)
-        if error := wrong_wire_dtype(self.rounded, own):
-            raise WeftError(error)
+        check(wrong_wire_dtype(self.rounded, own))
         self.dtype = travelling(own, self.rounded)
 
     def _widen(self) -> None:

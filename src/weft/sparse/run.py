@@ -18,10 +18,10 @@ from functools import partial
 import torch
 
 from .. import kernels
-from ..base.arguments import in_words
 from ..base.devices import current, on_host
+from ..base.errors import check
 from ..base.tensors import dtype_in, shape_in
-from ..call.attempt import confess
+from ..call.attempt import confess, preparing
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening, opened
 from ..group.group import Group
@@ -31,7 +31,7 @@ from .choose import Line, chosen, is_eager
 from .explanation import Explanation
 from .guard import guarded
 from .header import Header, all_with_points
-from .rate import GUESS, known_rate, learn, suited
+from .rate import known_rate, learn, suited
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER
 from .request import Request, travelling
@@ -56,20 +56,19 @@ def begun(
         block.
     """
     on_device = group.on(request.device)
-    if not on_host(request.rows.indices):
-        request.look()  # which waited until weft's stream is current
-    error = request.error or on_device.refusal
     may_be_eager = not looks and _may_be_eager(group, request)
     with ExitStack() as leases:
-        rows = Rows(request.distinct.indices, request.rows.values)
-        if not looks and error is None:
-            try:
+        with preparing(group, name):
+            check(on_device.refusal)
+            if not on_host(request.rows.indices):
+                request.look()  # which waited until weft's stream is current
+            rows = Rows(request.distinct.indices, request.rows.values)
+            if not looks:
                 rows = canonical(request, on_device.memory, leases)
-            except Exception as trouble:  # there is no memory
-                error = in_words(trouble)
-        header = _header(group, on_device, request, rows, eager=may_be_eager and error is None)
+            header = _header(group, on_device, request, rows, eager=may_be_eager)
+            body = header.pack()
         fields = {"device": on_device.route, **request.fields}
-        with opened(group, name, fields, error, header.pack()) as opening:
+        with opened(group, name, fields, None, body) as opening:
             # from here on every rank knows the same of the call
             if not len(rows):
                 request = _informed(request, opening)
@@ -89,7 +88,7 @@ def begun(
 
 def _may_be_eager(group: Group, request: Request) -> bool:
     """Whether this rank's rows may travel in the opening exchange, if they fit."""
-    if group.size == 1 or request.error is not None:
+    if group.size == 1:
         return False
     if not on_host(request.rows.values):  # which never pass through the host
         return False
@@ -100,11 +99,9 @@ def _header(group: Group, on_device: Group, request: Request, rows: Rows, *, eag
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(tuple(rows.row_shape), request.dtype)
     carries = eager and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
-    # an error of this rank may be that WEFT_LINK says no rate
-    rate = known_rate(on_device) if request.error is None else GUESS
     header = Header.of(
         rows.indices,
-        rate=rate,
+        rate=known_rate(on_device),
         highest=request.highest if request.moves else None,
         values=rows.values if carries else None,
         survey=request.survey,

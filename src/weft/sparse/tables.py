@@ -22,6 +22,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -32,10 +33,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
+from ..base.arguments import in_words
 from ..base.devices import on_host
-from ..base.errors import conclusion, summed_up
+from ..base.errors import WeftError, check, conclusion, summed_up
 from ..base.memory import fresh
 from ..base.tensors import as_bytes, shape_in
+from ..call.attempt import preparing
 from ..call.opening import opened
 from ..call.statement import room
 from ..group.group import Group
@@ -71,31 +74,41 @@ _Numbers = NDArray[np.int64]
 """The numbers of some tables, `[tables, _NUMBERS]`."""
 
 
-def requests_of(
-    rows: list[Any], op: Any, algorithm: object, wire_dtype: object
-) -> tuple[list[Request], str | None]:
-    """A request for each table of a call, and what is wrong with the list or with a table, or None.
+def requests_of(rows: list[Any], op: Any, algorithm: object, wire_dtype: object) -> list[Request]:
+    """A request for each table of a call.
 
     An empty list becomes one empty table, of a dtype that the op takes.
+
+    Raises:
+        WeftError: something is wrong with the list, or with a table.
     """
     of_all = Request.asked(op, algorithm, wire_dtype)
-    nothing = NOTHING
-    if not rows and of_all.given(NOTHING).error:
-        nothing = _INTEGERS
-    requests = []
-    for table in rows or [nothing]:
-        request = of_all.given(table)
-        if on_host(request.rows.indices):
-            request.look_at_ends()
-        requests.append(request)
-    requests[0].fields["number of tables"] = len(rows)
-    wrong = _wrong(requests) if rows else requests[0].error
-    if wrong and _is_pair(rows):
-        wrong = (
+    if _is_pair(rows):
+        raise WeftError(
             "rows is a list of two tensors: for one table pass them as a tuple, (indices, values); "
             "a list is of several tables"
         )
-    return requests, wrong or _scattered(requests)
+    nothing = NOTHING if of_all.op.refuses(NOTHING.values.dtype) is None else _INTEGERS
+    requests = []
+    for number, table in enumerate(rows or [nothing]):
+        with _naming(number):
+            request = of_all.given(table)
+            if on_host(request.rows.indices):
+                request.look_at_ends()
+        requests.append(request)
+    requests[0].fields["number of tables"] = len(rows)
+    check(_scattered(requests))
+    return requests
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """A block for one of several tables: what it raises says which."""
+    try:
+        yield
+    except Exception as error:
+        said = error if isinstance(error, WeftError) else in_words(error)
+        raise WeftError(f"table {number}: {said}") from error
 
 
 def _is_pair(rows: Sequence[object]) -> bool:
@@ -103,14 +116,6 @@ def _is_pair(rows: Sequence[object]) -> bool:
     if len(rows) != 2 or not all(isinstance(each, Tensor) and each.ndim > 0 for each in rows):
         return False
     return all(each.layout == torch.strided for each in rows if isinstance(each, Tensor))
-
-
-def _wrong(requests: Sequence[Request]) -> str | None:
-    """The first error of a table, or None."""
-    for number, each in enumerate(requests):
-        if each.error:
-            return f"table {number}: {each.error}"
-    return None
 
 
 def _scattered(requests: Sequence[Request]) -> str | None:
@@ -123,12 +128,15 @@ def _scattered(requests: Sequence[Request]) -> str | None:
     return None
 
 
-def _surveyed(requests: Sequence[Request]) -> str | None:
-    """Survey the indices of all tables on an accelerator, with one wait; a table's error, or None.
+def _survey(requests: Sequence[Request]) -> None:
+    """Survey the indices of all tables on an accelerator, with one wait.
 
     The first table of a group keeps the survey of the keys of the whole group.
+
+    Raises:
+        WeftError: an index is not of its table, or too large.
     """
-    kinds: dict[Any, list[tuple[Request, Tensor]]] = {}
+    kinds: dict[Any, list[tuple[int, Tensor]]] = {}
     shift, index = _shift(requests)
     for number, request in enumerate(requests):
         rows = request.rows
@@ -138,16 +146,16 @@ def _surveyed(requests: Sequence[Request]) -> str | None:
             most = end if rows.height is None else min(end, rows.height)
             keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
             kind = request.half, rows.values.dtype, rows.row_shape  # as `_kinds` tells them apart
-            kinds.setdefault(kind, []).append((request, keys))
+            kinds.setdefault(kind, []).append((number, keys))
             request.highest = 0  # not -1: the table has rows
     tall = [torch.cat([keys for _, keys in tables]) for tables in kinds.values()]
     surveys = kernels.survey(tall, POINTS)
     for tables, survey in zip(kinds.values(), surveys, strict=True):
-        tables[0][0].survey = survey
-        for request, _ in tables if survey.lowest < 0 else ():
-            if request.look_at_ends().highest >= end:
-                request.error = request.error or _too_large(request.highest)
-    return _wrong(requests)
+        requests[tables[0][0]].survey = survey
+        for number, _ in tables if survey.lowest < 0 else ():
+            with _naming(number):
+                highest = requests[number].look_at_ends().highest
+                check(_too_large(highest) if highest >= end else None)
 
 
 def _too_large(index: int) -> str:
@@ -165,19 +173,19 @@ def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
     return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
-def reduced(group: Group, requests: Sequence[Request], error: str | None) -> list[Any]:
+def reduced(group: Group, requests: Sequence[Request]) -> list[Any]:
     """Run one call, and note what it did; collective.
 
     Args:
         group: the ranks that take part.
         requests: the tables, with the same op and algorithm.
-        error: what is wrong on this rank.
 
     Returns:
         The result of each table, in the form that it was given in.
     """
-    kinds = _kinds(_agreed_tables(group, requests, error), requests)
-    calls = [kind.request(requests) for kind in kinds]
+    kinds = _kinds(_agreed_tables(group, requests), requests)
+    with preparing(group, NAME):  # there may be no memory for tall tables
+        calls = [kind.request(requests) for kind in kinds]
     done = [run.reduced(group, call) for call in calls]
     # where tables begin in the results, unless the algorithm knows: read together, with one wait
     found = [
@@ -348,26 +356,25 @@ class _Table(NamedTuple):
     highest: int
 
 
-def _agreed_tables(group: Group, requests: Sequence[Request], error: str | None) -> list[_Table]:
+def _agreed_tables(group: Group, requests: Sequence[Request]) -> list[_Table]:
     """What all ranks know of the tables; collective.
 
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
     over = group.on(requests[0].rows.values.device)
-    if not on_host(requests[0].rows.values) and error is None:
-        error = _surveyed(requests)
-    error = error or over.refusal
+    with preparing(group, NAME):
+        check(over.refusal)
+        if not on_host(requests[0].rows.values):
+            _survey(requests)
+        mine = np.array([_numbers_of(request) for request in requests])
     requests[0].fields["device"] = over.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
-    mine = np.empty((0, _NUMBERS), np.int64)
-    if error is None:
-        mine = np.array([_numbers_of(request) for request in requests])
     most = room(group.size) // (_NUMBERS * mine.itemsize)
     parts = []
     for start in range(0, len(requests), most):
         own = mine[start : start + most]
-        with opened(group, NAME, fields, error, own.tobytes()) as opening:
+        with opened(group, NAME, fields, None, own.tobytes()) as opening:
             parts.append(np.stack(opening.read(_numbers_in, len(own))))
     kinds, shapes, highest = np.moveaxis(np.concatenate(parts, axis=1), 2, 0)
     has_rows = highest >= 0

@@ -31,7 +31,6 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form
-from ..record import started
 from ..request import Request
 from ..rows import Rows
 from ..run import performed, sibling
@@ -129,10 +128,6 @@ def sparse_all_gather(
         ([7, 0, 7, 1], [2, 2])
     """
     group = default.resolve(group)
-    with preparing(group, _NAME):
-        request = Request.to_move(rows, wire_dtype)
-        with_counts = truth("return_counts", return_counts)
-        is_async = truth("async_op", async_op)
     counts: list[int] = []
 
     def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
@@ -144,7 +139,12 @@ def sparse_all_gather(
         restored = request.restore(result)
         return (restored, torch.tensor(counts)) if with_counts else restored
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        request = Request.to_move(rows, wire_dtype)
+        with_counts = truth("return_counts", return_counts)
+        call.job = Aside(group.streams, request.device, job)
+    return call.start()
 
 
 def concatenated(own: Rows, call: Call, counts: Sequence[int]) -> Rows:

@@ -19,7 +19,6 @@ from ...call.attempt import preparing
 from ...group import default
 from ..call import Call
 from ..choose import Line
-from ..record import started
 from ..request import NOTHING, Request
 from ..rows import Rows
 from ..run import performed, sibling
@@ -77,15 +76,6 @@ def sparse_broadcast(
     group = default.resolve(group)
     src = root_in(group_src, group.size)
     here = group.rank == src
-    with preparing(group, _NAME):
-        request = Request.to_move(rows, wire_dtype) if here else request_of_listener(wire_dtype)
-        request.take_root("group_src", src, group_src, group.size)
-        request.fields["form"] = None
-        if here and request.error is None:
-            request.fields["form"] = _form_of(rows)
-            request.fields["row shape"] = tuple(request.rows.row_shape)
-        is_async = truth("async_op", async_op)
-
     forms: list[str] = []
 
     def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
@@ -104,8 +94,17 @@ def sparse_broadcast(
             result._coalesced_(form.endswith(_COALESCED))
         return result
 
-    device = request.device if here else current()
-    return started(group, _NAME, Aside(group.streams, device, job), is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        request = Request.to_move(rows, wire_dtype) if here else request_of_listener(wire_dtype)
+        request.take_root("group_src", src, group_src, group.size)
+        request.fields["form"] = None
+        if here:
+            request.fields["form"] = _form_of(rows)
+            request.fields["row shape"] = tuple(request.rows.row_shape)
+        device = request.device if here else current()
+        call.job = Aside(group.streams, device, job)
+    return call.start()
 
 
 _COALESCED = "coalesced"

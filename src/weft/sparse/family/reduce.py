@@ -19,7 +19,6 @@ from ...group.worker import Work
 from ..call import Call
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..record import started
 from ..request import Request
 from ..rows import Rows
 from ..run import performed, sibling
@@ -97,10 +96,6 @@ def sparse_reduce(
     group = default.resolve(group)
     dst = root_in(group_dst, group.size)
     here = group.rank == dst
-    with preparing(group, _NAME):
-        request = Request.of(rows, op, "auto", wire_dtype)
-        request.take_root("group_dst", dst, group_dst, group.size)
-        is_async = truth("async_op", async_op)
 
     def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
         end = call.header.highest + 1
@@ -111,4 +106,9 @@ def sparse_reduce(
         result, _ = performed(group, request, _NAME, algorithm, apart=True)
         return request.restore(result) if here else None
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        request = Request.of(rows, op, "auto", wire_dtype)
+        request.take_root("group_dst", dst, group_dst, group.size)
+        call.job = Aside(group.streams, request.device, job)
+    return call.start()

@@ -26,7 +26,7 @@ from ..choose import Line
 from ..forms import Form, Reduction
 from ..header import Header, all_with_points
 from ..owners import balanced_bounds, reduce_to_owners, slices_between
-from ..record import note, started
+from ..record import note
 from ..request import Request
 from ..rows import Rows
 from ..run import merge_eager, performed, sibling
@@ -105,10 +105,6 @@ def sparse_reduce_scatter(
         [[2], [7]]
     """
     group = default.resolve(group)
-    with preparing(group, _NAME):
-        request = Request.of(rows, op, "auto", wire_dtype)
-        chosen = _take_ranges(request, ranges, group.size)
-        is_async = truth("async_op", async_op)
     bounds: list[int] = []
 
     def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
@@ -116,28 +112,31 @@ def sparse_reduce_scatter(
         return sibling(call, "reduce_scatter"), sums_in(bounds, rows, call)
 
     def job() -> Any:
-        if chosen and request.look().error is None and len(request.rows):
-            with request:
+        with preparing(group, _NAME):
+            if chosen and len(request.look().rows):
                 _check_ends(chosen, request.lowest, request.highest)
         result, record = performed(group, request, _NAME, algorithm, apart=True)
         note(group, replace(record, ranges=tuple(bounds)))
         return request.restore(result)
 
-    return started(group, _NAME, Aside(group.streams, request.device, job), is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        request = Request.of(rows, op, "auto", wire_dtype)
+        chosen = _take_ranges(request, ranges, group.size)
+        call.job = Aside(group.streams, request.device, job)
+    return call.start()
 
 
 def _take_ranges(
     request: Request, ranges: Sequence[int] | None, size: int
 ) -> tuple[int, ...] | None:
-    """Add the ranges to the fingerprint, or what is wrong with them to the request; as integers."""
-    request.fields["ranges"] = "balanced" if ranges is None else None
-    if ranges is None or request.error is not None:
+    """Add the ranges to the fingerprint; as integers."""
+    if ranges is None:
+        request.fields["ranges"] = "balanced"
         return None
-    with request:  # which keeps what is raised here, so that all ranks are told
-        chosen = _checked(ranges, size)
-        request.fields["ranges"] = _spelled(chosen)
-        return chosen
-    return None
+    chosen = _checked(ranges, size)
+    request.fields["ranges"] = _spelled(chosen)
+    return chosen
 
 
 def sums_in(bounds: Sequence[int], rows: Rows, call: Call) -> Rows:
