@@ -150,8 +150,11 @@ def profiled(call: str) -> AbstractContextManager[object]:
         ['weft::exchange backward']
     """
     if not _is_profiling():
-        return nullcontext()
+        return _NO_RANGE
     return record_function(_range_of(call))
+
+
+_NO_RANGE = nullcontext()
 
 
 def profiled_until(call: str) -> Callable[[], None]:

@@ -47,7 +47,7 @@ class Lease:
     Who needs less of it may set `tensor` to a part of it.
     """
 
-    __slots__ = ("_block", "_nbytes", "_pool", "tensor")
+    __slots__ = ("_block", "_pool", "tensor")
 
     def __init__(self, pool: Pool, block: Tensor | int, tensor: Tensor) -> None:
         """
@@ -58,7 +58,6 @@ class Lease:
         """
         self._pool: Pool | None = pool
         self._block = block
-        self._nbytes = tensor.numel()
         self.tensor = tensor
 
     def release(self) -> None:
@@ -66,7 +65,7 @@ class Lease:
         pool = self._pool
         self._pool = None
         if pool is not None:
-            pool._take_back(self._block, self._nbytes)
+            pool.take_back(self._block)
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -102,8 +101,6 @@ class Pool:
 
     Attributes:
         source: what the wire has brought, or None.
-        lent: bytes that are leased now, as requested.
-        peak: the most bytes that were leased at once; to measure, set it to `lent` first.
     """
 
     smallest = 1 << 12  # bytes: a block is never smaller
@@ -113,8 +110,6 @@ class Pool:
         self._free: dict[int, list[Tensor]] = {}  # by their sizes
         self.source: Source | None = None
         self._lock = threading.Lock()
-        self.lent = 0
-        self.peak = 0
 
     def lease(self, nbytes: int, *, from_source: bool = False) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
@@ -123,19 +118,15 @@ class Pool:
             nbytes: how many.
             from_source: it comes from the source, if that has room.
         """
-        with self._lock:
-            self.lent += nbytes
-            self.peak = max(self.peak, self.lent)
         source = self.source if from_source else None
         memory = None if source is None else source.memory  # now: another thread may close it
         if source is not None and memory is not None:
             offset = source.allocate(nbytes)
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
+        size = nbytes
         if self._device is None:
-            size = max(self.smallest, 1 << max(0, nbytes - 1).bit_length())
-        else:
-            size = nbytes
+            size = max(self.smallest, 1 << (nbytes - 1).bit_length())
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None
@@ -149,13 +140,14 @@ class Pool:
         with self._lock:
             return sum(size * len(blocks) for size, blocks in self._free.items())
 
-    def _take_back(self, block: Tensor | int, nbytes: int) -> None:
-        with self._lock:
-            self.lent -= nbytes
-            if isinstance(block, Tensor) and self._device is None:
-                self._free.setdefault(block.numel(), []).append(block)
-        if isinstance(block, int) and self.source is not None:
+    def take_back(self, block: Tensor | int) -> None:
+        """Keep a block for the next lease, or free what the source has lent."""
+        if isinstance(block, int):
+            assert self.source is not None  # which has given it
             self.source.free(block)
+        elif self._device is None:
+            with self._lock:
+                self._free.setdefault(block.nbytes, []).append(block)
 
     def drain(self) -> None:
         """Free all memory that is not leased."""

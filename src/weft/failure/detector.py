@@ -193,12 +193,14 @@ class Detector:
         """Note that this thread begins to wait."""
         self._waits[threading.get_ident()] = _Waiting(wait, time.monotonic())
 
-    def end(self) -> None:
-        """Note that this thread's wait is over, well or not."""
+    def end(self) -> float:
+        """Note that this thread's wait is over, well or not; the seconds that it has lasted."""
         self._idle_since = time.monotonic()  # first: who sees no wait then finds when it ended
         ended = self._waits.pop(threading.get_ident(), None)
-        if ended is not None:
-            ended.has_ended = True
+        if ended is None:  # an interrupt came before it was noted
+            return 0.0
+        ended.has_ended = True
+        return self._idle_since - ended.began
 
     @property
     def waiting(self) -> Wait | None:

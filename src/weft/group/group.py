@@ -21,7 +21,6 @@ The rules, for every group:
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeVar, cast, final
@@ -62,9 +61,19 @@ class Group:
         session: what the group is a view of.
         rank: this rank's number in the group.
         size: how many ranks there are.
+        peers: all other ranks, starting with the next one, so that not all turn to rank 0 at once.
+        members: its ranks in words, in their order and by their numbers in the session, such as
+            "ranks 2, 0"; the same text on each of them, of many a digest.
+        global_ranks: its ranks, by their numbers in the job.
+        near: the other ranks that this one tells something in a meeting: those of its host, if any.
         wire: what carries its tensors.
         features: of that wire, as far as these ranks have them.
+        route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
+        refusal: why nobody carries its tensors, for the opening of a call with such tensors; None:
+            the wire does.
         memory: the pool that workspaces are leased from.
+        worker: the one queue in which calls take their turn, on whichever groups of the session.
+        streams: in which it computes on accelerators.
         traffic: what was sent so far, by all groups of the session.
         state: what is kept of these ranks from one call to the next, by its name; this group has it
             in common with every view of the same ranks and wire.
@@ -86,28 +95,26 @@ class Group:
         # where numbers are those of the session, a post does not pay for numbering its messages
         self._is_renumbered = self._ranks != tuple(range(len(self._ranks)))
         self._is_whole = not self._is_renumbered and len(self._ranks) == session.size
-        # what sets its channels apart from those of groups of other ranks
-        self._apart = 0 if self._is_whole else zlib.crc32(self.members.encode()) >> 1
         self._route = session.cpu if route is None else route
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.rank = self._ranks.index(session.rank)
         self.size = len(self._ranks)
+        self.peers = [*range(self.rank + 1, self.size), *range(self.rank)]
+        self.members = f"all {self.size} ranks" if self._is_whole else _in_words(self._ranks)
+        # what sets its channels apart from those of groups of other ranks
+        self._apart = 0 if self._is_whole else zlib.crc32(self.members.encode()) >> 1
+        self.global_ranks = tuple(session.global_ranks[rank] for rank in self._ranks)
+        near = session.meetings.near if session.meetings is not None else ()
+        self.near = frozenset(peer for peer in self.peers if self._ranks[peer] in near)
         self.wire: Wire = self._route.wire
         self.features: Features = self._route.features_for(self._ranks)
+        self.route = self._route.name
+        self.refusal = self._route.refusal
         self.memory: Pool = self._route.memory
+        self.worker: Worker = session.worker
+        self.streams: Streams = session.streams
         self.traffic: Traffic = session.traffic
         self.state: dict[str, Any] = session.states.setdefault((self._ranks, self._route), {})
-
-    @functools.cached_property
-    def members(self) -> str:
-        """Its ranks in words, in their order and by their numbers in the session: "ranks 2, 0".
-
-        The same text on each of them; of many a digest.
-        """
-        if self._is_whole:
-            return f"all {len(self._ranks)} ranks"
-        ranks = ", ".join(map(str, self._ranks))
-        return summed_up(f"ranks {ranks}", _MEMBERS, f"{len(self._ranks)} ranks")
 
     @property
     def timeout(self) -> float:
@@ -115,46 +122,9 @@ class Group:
         return self.session.timeout
 
     @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """Its ranks, by their numbers in the job."""
-        everyone = self.session.global_ranks
-        if self._is_whole:
-            return everyone
-        return tuple(everyone[rank] for rank in self._ranks)
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """For each rank an opaque name of its host: where these are equal, ranks share memory."""
-        everyone = self.session.hosts
-        if self._is_whole:
-            return everyone
-        return tuple(everyone[rank] for rank in self._ranks)
-
-    @property
-    def peers(self) -> list[int]:
-        """All other ranks, starting with the next one, so that not all turn to rank 0 at once."""
-        return [*range(self.rank + 1, self.size), *range(self.rank)]
-
-    @property
-    def route(self) -> str:
-        """Tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints."""
-        return self._route.name
-
-    @property
-    def refusal(self) -> str | None:
-        """Why nobody carries its tensors, for the opening of a call with such tensors; None: the
-        wire does."""
-        return self._route.refusal
-
-    @property
-    def streams(self) -> Streams:
-        """In which it computes on accelerators."""
-        return self.session.streams
-
-    @property
-    def worker(self) -> Worker:
-        """The one queue in which calls take their turn, on whichever groups of the session."""
-        return self.session.worker
+        return tuple(self.session.hosts[rank] for rank in self._ranks)
 
     @property
     def closed(self) -> bool:
@@ -178,8 +148,7 @@ class Group:
             WireError: the group is broken or closed.
             WeftError: a rank is no peer.
         """
-        self._check_peers(sends)
-        self._check_peers(recvs)
+        self._check_peers([*sends, *recvs])
         session = self.session
         if channel != OPENINGS:
             channel ^= self._apart
@@ -219,24 +188,6 @@ class Group:
         pending = self.session.use("began a reduction", wire.all_reduce, alias, op)
         return Round(self.session, pending, self._route)
 
-    @functools.cached_property
-    def _meetings(self) -> interface.Meeting | None:
-        """The wire of openings, if its meetings are long enough for one."""
-        wire = self.session.cpu.wire
-        if wire.features.meets < interface.MEETS:
-            return None
-        assert isinstance(wire, interface.Meeting)  # too slow to be asked in each call
-        return wire
-
-    @functools.cached_property
-    def near(self) -> frozenset[int]:
-        """The other ranks that this one tells something in a meeting: those of its host, if any."""
-        wire = self._meetings
-        if wire is None:
-            return frozenset()
-        others = frozenset(range(self.size)) - {self.rank}
-        return frozenset(peer for peer in others if self._ranks[peer] in wire.near)
-
     def tell(
         self,
         message: bytearray,
@@ -262,7 +213,6 @@ class Group:
             opens: as of `Awaited`.
         """
         session = self.session
-        route = session.cpu
         peers = self.peers if to is None else to
         near = [peer for peer in peers if peer in self.near]
         far = [peer for peer in peers if peer not in self.near]
@@ -270,11 +220,12 @@ class Group:
         if far:  # first: they take longer
             same = tensor_of(message)
             sends = [(peer, same if to_far is None else tensor_of(to_far[peer])) for peer in far]
-            posted = self._over(route).post(sends, [(peer, most) for peer in far], OPENINGS)
+            over = self._over(session.cpu)
+            posted = over.post(sends, [(peer, most) for peer in far], OPENINGS)
             assert isinstance(posted, Exchange)  # no route of openings is in rounds
             messages = posted.pending
         if near:
-            wire = self._meetings
+            wire = session.meetings
             assert wire is not None  # else nobody is near
             ranks = [self._ranks[peer] for peer in near]
             everybody = [session.rank, *ranks]
@@ -532,3 +483,9 @@ class Group:
             said = f"{shown(ranks)} are not distinct ranks of {self.size}"
             raise WeftError(f"rank {self.rank}: {said}")
         return distinct
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Some ranks in words, of many a digest."""
+    text = f"ranks {', '.join(map(str, ranks))}"
+    return summed_up(text, _MEMBERS, f"{len(ranks)} ranks")

@@ -237,36 +237,37 @@ class Telling(Awaited):
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
 
     def release(self) -> None:
-        self.session.release(self.pending)
+        messages = self.pending.messages
+        if messages is not None:  # what was told in a meeting was copied
+            self.session.release(messages)
 
 
 class InBothWays:
-    """What ranks of this host tell in a meeting, and ranks of others in messages."""
+    """What ranks of this host tell in a meeting, and ranks of others in messages.
+
+    Attributes:
+        meeting, messages: None: there are no such ranks.
+    """
 
     def __init__(
         self, meeting: interface.PendingBytes | None, messages: interface.Pending | None
     ) -> None:
-        """None: there are no such ranks."""
-        self._meeting = meeting
-        self._messages = messages
+        self.meeting = meeting
+        self.messages = messages
 
     def wait(self) -> list[memoryview]:
         """What all tell: those of the meeting first."""
         heard: list[memoryview] = []
-        if self._meeting is not None:
-            heard += map(memoryview, self._meeting.wait()[1:])
-        if self._messages is not None:
-            heard += [message.numpy().data for message in self._messages.wait()]
+        if self.meeting is not None:
+            heard += map(memoryview, self.meeting.wait()[1:])
+        if self.messages is not None:
+            heard += [message.numpy().data for message in self.messages.wait()]
         return heard
 
     def waiting_for(self) -> list[int]:
-        late = [] if self._meeting is None else self._meeting.waiting_for()
-        far = [] if self._messages is None else self._messages.waiting_for()
+        late = [] if self.meeting is None else self.meeting.waiting_for()
+        far = [] if self.messages is None else self.messages.waiting_for()
         return sorted([*late, *far])
-
-    def release(self) -> None:
-        if self._messages is not None:  # what was told in a meeting was copied
-            self._messages.release()
 
 
 class WithOwn(Pending):

@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,8 +55,6 @@ class OfWire(Protocol[T]):
 
     def wait(self) -> list[T]: ...
 
-    def release(self) -> None: ...
-
 
 class Waited(Wait, Protocol[T]):
     """Messages that are waited for.
@@ -87,6 +84,7 @@ class Session:
         traffic: what was sent so far.
         streams: in which this rank computes on accelerators.
         cpu: the route of tensors of the CPU, and of whatever else ranks tell each other.
+        meetings: the wire of openings, if its meetings are long enough for one; None: they are not.
         devices: the routes of tensors of those devices that there were tensors of.
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
@@ -129,6 +127,10 @@ class Session:
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
         self.cpu = Route(wire, "", memory)
+        self.meetings: interface.Meeting | None = None
+        if wire.features.meets >= interface.MEETS:
+            assert isinstance(wire, interface.Meeting)
+            self.meetings = wire
         self.devices: dict[torch.device, Route] = {}
         self.streaming = False
         # weakly: they have the session, which then would not end with the last of them
@@ -224,7 +226,6 @@ class Session:
         detector = self.detector
         if detector is None:  # without peers there is nothing to wait for
             return wait.pending.wait()
-        began = time.monotonic()
         try:
             detector.begin(wait)
             # ended by the last message; by an abort, once there is a verdict, which there is at the
@@ -233,10 +234,9 @@ class Session:
         except BaseException as error:
             self.raise_for(error, wait.what(), wait)
         finally:
-            detector.end()
-            self.traffic.waited += time.monotonic() - began
+            self.traffic.waited += detector.end()
 
-    def release(self, received: OfWire[Any]) -> None:
+    def release(self, received: interface.Pending) -> None:
         """Give back what a wire had received.
 
         Raises:

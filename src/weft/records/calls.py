@@ -6,7 +6,6 @@ figures of a sparse call.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import Any, cast
@@ -71,7 +70,7 @@ class CallStats:
         """Note that the call has ended; once more, if an interrupt comes as it does."""
         self.measure()
         self.error = error
-        with contextlib.suppress(ValueError):
+        if self in _running:
             _running.remove(self)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -31,16 +32,15 @@ class Traffic:
         """Begin again at nothing."""
         self.messages = 0
         self.bytes = 0
-        self.to: dict[int, int] = {}
+        self.to: Counter[int] = Counter()
         self.waited = 0.0
 
     def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
         """Add messages, each given with the peer it goes to."""
         self.messages += len(sends)
-        to = self.to
         for peer, message in sends:
             nbytes = message.nbytes
             self.bytes += nbytes
-            to[peer] = to.get(peer, 0) + nbytes
+            self.to[peer] += nbytes
             if self._trace:
                 print(f"weft r{self._rank} -> r{peer}  {nbytes} B", file=sys.stderr, flush=True)

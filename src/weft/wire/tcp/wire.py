@@ -872,8 +872,9 @@ class TcpPending:
         if self._received is None:
             if not self._is_complete():
                 self._wire.finish(self._messages, timeout)
-            received = [receive.tensor for _, receive in self._receives]
-            self._received = [tensor for tensor in received if tensor is not None]
+            self._received = [
+                receive.tensor for _, receive in self._receives if receive.tensor is not None
+            ]
         return self._received
 
     def waiting_for(self) -> list[int]:
