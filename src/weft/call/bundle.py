@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from ..failure.verdict import crossed
 from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Pending
-from .statement import CAP, Statement
-
-Hear = Callable[[int, memoryview], list[Statement]]
-"""The statements in a peer's message."""
+from .statement import CAP, Statement, unpack
 
 
 def swaps(rank: int, ranks: int) -> Iterator[tuple[int, range]]:
@@ -55,7 +53,7 @@ def swaps(rank: int, ranks: int) -> Iterator[tuple[int, range]]:
 
 
 def statements_of_all(
-    group: Group, mine: Statement, hear: Hear, watch: Callable[[Awaited], object] | None
+    group: Group, mine: Statement, watch: Callable[[Awaited], object] | None
 ) -> list[Statement]:
     """Swap bundles until every rank knows every statement; collective.
 
@@ -74,7 +72,7 @@ def statements_of_all(
     for peer, ranks in swaps(group.rank, group.size):
         others = [each for rank, each in known.items() if rank != group.rank]
         message = _swapped(group, peer, bundle(mine, others))
-        heard = hear(peer, memoryview(message))
+        heard = statements_in(group, mine, peer, memoryview(message))
         known = group.decode(peer, "a statement", _by_rank, heard, ranks) | known
     if notices is None and any(each.watched for each in known.values()):
         notices = _notices(group)
@@ -123,3 +121,20 @@ def _by_rank(heard: list[Statement], ranks: range) -> dict[int, Statement]:
     if found.keys() != set(ranks):
         raise ValueError(f"they are of ranks {[*found]}, and not of {ranks}")
     return found
+
+
+def statements_in(group: Group, mine: Statement, peer: int, message: memoryview) -> list[Statement]:
+    """The statements in a peer's message.
+
+    Raises:
+        WireError: it is something else; or of another call, which is not of these ranks.
+    """
+    statements = group.decode(peer, "a statement", unpack, message, mine.fields)
+    for each in statements:
+        if each.fields is not mine.fields and each.members != mine.members:
+            places = {
+                group.rank_in_errors(group.rank): mine.place,
+                group.rank_in_errors(peer): each.place,
+            }
+            raise group.session.fail(None, crossed(places))
+    return statements

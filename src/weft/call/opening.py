@@ -25,7 +25,6 @@ of its own, after the conclusion.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +32,11 @@ from typing import Any, TypeVar
 
 from ..base.arguments import in_words
 from ..base.memory import tensor_of
-from ..failure.verdict import crossed
 from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
 from .agreement import agreed_fields
-from .bundle import statements_of_all
+from .bundle import statements_in, statements_of_all
 from .fingerprint import encoded, fingerprint
 from .statement import (
     BODY,
@@ -51,7 +49,6 @@ from .statement import (
     Statement,
     privately,
     said_to,
-    unpack,
 )
 
 T = TypeVar("T")
@@ -144,11 +141,12 @@ def opened(
             telling = _tell(group, mine, private, opens=is_first)
             if watch is not None:
                 watch(telling)
-            statements = _heard_from_each(group, mine, telling.wait())
+            statements = [
+                mine if peer == group.rank else statements_in(group, mine, peer, message)[0]
+                for peer, message in enumerate(telling.wait())
+            ]
         else:
-            statements = statements_of_all(
-                group, mine, functools.partial(_heard, group, mine), watch
-            )
+            statements = statements_of_all(group, mine, watch)
         opening = _concluded(group, statements)
         if private is not None:
             opening.private = _heard_in_private(group, statements, private)
@@ -197,30 +195,6 @@ def _tell(
     lengths = [sum(map(len, said)) for said in to_near]
     counted = {peer: len(message) - sum(lengths) + lengths[peer] for peer in near}
     return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
-
-
-def _heard_from_each(group: Group, mine: Statement, told: Sequence[memoryview]) -> list[Statement]:
-    """What each rank stated, of what each told."""
-    statements = []
-    for peer, message in enumerate(told):
-        if peer == group.rank:
-            statements.append(mine)
-        else:
-            statements.append(_heard(group, mine, peer, message)[0])
-    return statements
-
-
-def _heard(group: Group, mine: Statement, peer: int, message: memoryview) -> list[Statement]:
-    """The statements in a peer's message, of the call in which this rank is, too."""
-    statements = group.decode(peer, "a statement", unpack, message, mine.fields)
-    for each in statements:
-        if each.fields is not mine.fields and each.members != mine.members:
-            calls = {
-                group.rank_in_errors(group.rank): mine.place,
-                group.rank_in_errors(peer): each.place,
-            }
-            raise group.session.fail(None, crossed(calls))
-    return statements
 
 
 def _concluded(group: Group, statements: list[Statement]) -> Opening:
