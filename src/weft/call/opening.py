@@ -47,8 +47,8 @@ from .statement import (
     Bytes,
     Private,
     Statement,
-    privately,
-    said_to,
+    private_part,
+    private_parts,
 )
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def _statement(
     watched: bool,
 ) -> Statement:
     """What this rank states; the arguments are those of `opened`."""
-    told = b""
+    text = b""
     if error is None:
         try:
             stated = fingerprint(call, group.members, fields)
@@ -178,8 +178,8 @@ def _statement(
     if error is not None:  # then nobody needs the fields
         stated = fingerprint(call, group.members, {})
         number = group.rank_in_errors(group.rank)
-        told = f"rank {number}: {error}".encode(errors="backslashreplace")[:ERROR]
-    return Statement(group.rank, group.worker.calls, stated, told, body, watched)
+        text = f"rank {number}: {error}".encode(errors="backslashreplace")[:ERROR]
+    return Statement(group.rank, group.worker.calls, stated, text, body, watched)
 
 
 def _tell(
@@ -190,9 +190,9 @@ def _tell(
         return group.tell(mine.pack(), CAP, opens=opens)
     near = group.near
     to_far = {peer: mine.pack(private[peer]) for peer in group.peers if peer not in near}
-    to_near = [said if peer in near else () for peer, said in enumerate(private)]
-    message = mine.pack(privately(to_near) if near else ())
-    lengths = [sum(map(len, said)) for said in to_near]
+    to_near = [pieces if peer in near else () for peer, pieces in enumerate(private)]
+    message = mine.pack(private_parts(to_near) if near else ())
+    lengths = [sum(map(len, pieces)) for pieces in to_near]
     counted = {peer: len(message) - sum(lengths) + lengths[peer] for peer in near}
     return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
 
@@ -230,5 +230,5 @@ def _heard_in_private(
     heard = [each.private for each in statements]
     for peer in group.near:
         what = "a statement"
-        heard[peer] = group.decode(peer, what, said_to, group.rank, group.size, heard[peer])
+        heard[peer] = group.decode(peer, what, private_part, group.rank, group.size, heard[peer])
     return heard

@@ -8,7 +8,7 @@ gap        zeros up to a multiple of 16 bytes from the start
 body       what the call says of its own: sizes, a sample, small payloads
 gap        as above
 private    what is said to the rank that reads this or, where several read the same message, to
-           each of them (`privately`)
+           each of them (`private_parts`)
 gap        as above, if another statement follows
 """
 
@@ -137,11 +137,11 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
         if magic != _MAGIC or after + private > len(raw):
             head = bytes(raw[begin : begin + _HEAD.size])
             raise ValueError(f"{head.hex()}, of {len(raw) - begin} bytes")
-        said = raw[begin + _HEAD.size : middle]
+        spelled = raw[begin + _HEAD.size : middle]
         if found and not text:
             fields = found[-1].fields
         else:
-            fields = like if said == expected else fields_in(bytes(said).decode())
+            fields = like if spelled == expected else fields_in(bytes(spelled).decode())
         statement = Statement(
             rank,
             number,
@@ -156,23 +156,23 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
     return found
 
 
-def privately(said: Sequence[Private]) -> Private:
+def private_parts(of_ranks: Sequence[Private]) -> Private:
     """What is said to each rank in private, as one text that all of them read: first the lengths.
 
     So it is said in a meeting, where all read one message.
     """
-    lengths = [sum(map(len, each)) for each in said]
+    lengths = [sum(map(len, pieces)) for pieces in of_ranks]
     parts: list[Bytes] = [struct.pack(f"<{len(lengths)}q", *lengths)]
-    for each, length in zip([(), *said], [len(parts[0]), *lengths], strict=True):
-        parts += [*each, bytes(-length % _ALIGNED)]
+    for pieces, length in zip([(), *of_ranks], [len(parts[0]), *lengths], strict=True):
+        parts += [*pieces, bytes(-length % _ALIGNED)]
     return parts
 
 
-def said_to(rank: int, ranks: int, said: memoryview) -> memoryview:
-    """What `privately` put there for one rank, of so many. Raises ValueError, struct.error."""
-    lengths = struct.unpack_from(f"<{ranks}q", said)
+def private_part(rank: int, ranks: int, parts: memoryview) -> memoryview:
+    """What `private_parts` put there for one rank, of so many. Raises ValueError, struct.error."""
+    lengths = struct.unpack_from(f"<{ranks}q", parts)
     start = sum(-(-length // _ALIGNED) * _ALIGNED for length in (8 * ranks, *lengths[:rank]))
     end = start + lengths[rank]
-    if min(lengths) < 0 or end > len(said):
-        raise ValueError(f"{len(said)} bytes for {lengths}")
-    return said[start:end]
+    if min(lengths) < 0 or end > len(parts):
+        raise ValueError(f"{len(parts)} bytes for {lengths}")
+    return parts[start:end]

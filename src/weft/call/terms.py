@@ -64,18 +64,18 @@ class Terms:
     equal: bool
     opening: Opening
 
-    def own(self, nbytes: int | None = None) -> list[memoryview]:
+    def own(self, nbytes: int) -> list[memoryview]:
         """The call's own bytes of each rank, in rank order. Valid inside `agreed`.
 
         Raises:
-            WireError: those of a rank are not `nbytes`, if that is given.
+            WireError: those of a rank are not `nbytes`.
         """
         return self.opening.read(_own, nbytes)
 
     def mask(self, nbytes: int) -> list[int]:
         """The call's own bytes of all ranks, combined by bitwise "or"."""
-        said = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
-        return cast(list[int], np.bitwise_or.reduce(said).tolist())
+        masks = [np.frombuffer(each, np.uint8) for each in self.own(nbytes)]
+        return cast(list[int], np.bitwise_or.reduce(masks).tolist())
 
 
 @contextmanager
@@ -128,9 +128,9 @@ def agreed(
         yield Terms(records, len({*digests}) == 1, opening)
 
 
-def _own(body: memoryview, nbytes: int | None) -> memoryview:
+def _own(body: memoryview, nbytes: int) -> memoryview:
     """The bytes after the terms. Raises ValueError if they are not `nbytes`."""
     own = body[_TERMS.size :]
-    if nbytes is not None and len(own) != nbytes:
+    if len(own) != nbytes:
         raise ValueError(f"{len(own)} bytes for {nbytes}")
     return own

@@ -362,13 +362,13 @@ def _agreed_tables(group: Group, requests: Sequence[Request]) -> list[_Table]:
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
-    over = group.on(requests[0].rows.values.device)
+    on_device = group.on(requests[0].rows.values.device)
     with preparing(group, NAME):
-        check(over.refusal)
+        check(on_device.refusal)
         if not on_host(requests[0].rows.values):
             _survey(requests)
         mine = np.array([_numbers_of(request) for request in requests])
-    requests[0].fields["device"] = over.route
+    requests[0].fields["device"] = on_device.route
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     most = room(group.size) // (_NUMBERS * mine.itemsize)
     parts = []
