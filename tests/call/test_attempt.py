@@ -129,7 +129,15 @@ ASYNC = {
     "sparse_all_gather": lambda right, group: weft.sparse_all_gather(
         (torch.tensor([1]), torch.ones(1 if right else 2)), group, True
     ),
+    "exchange": lambda right, group: weft.exchange(
+        torch.ones(2), [None] * 2 if right else Unmeasured(), group, True
+    ),
 }
+
+
+class Unmeasured(list):
+    def __len__(self):
+        raise RuntimeError("no length")
 
 
 @pytest.mark.parametrize("name", ASYNC)

@@ -94,7 +94,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
             own = own.clone()  # parts of others would be written before it is sent
         goes_along = own.nbytes <= most_to_all(group)
         told = memory_of(own) if goes_along else b""
-        with agreed(group, "all_gather_single", fields, None, own=told) as said:
+        with agreed(group, "all_gather_single", fields, own=told) as said:
             if goes_along:
                 for part, theirs in zip(parts, said.own(own.nbytes), strict=True):
                     memory_of(part)[:] = theirs
@@ -126,7 +126,7 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
         result = torch.empty_like(parts[group.rank])  # `out` may lie in what is still to be sent
         goes_along = whole.nbytes <= most_to_all(group)
         told = memory_of(own) if goes_along else b""
-        with agreed(group, "reduce_scatter_single", fields, None, own=told) as said:
+        with agreed(group, "reduce_scatter_single", fields, own=told) as said:
             if goes_along and len(result):
                 start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
                 theirs = [each[start:stop] for each in said.own(whole.nbytes)]

@@ -157,11 +157,12 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         What `prepare` raises of this rank's arguments, every rank raises.
         """
         group = self.weft_group
-        with preparing(group, name):
-            job = prepare(group)
-        if not _is_async(opts):
-            return Collective(None, group.worker.call(name, job))
-        begun = Collective(group.worker.submit(name, job))
+        with preparing(group, name) as call:
+            call.is_async = _is_async(opts)
+            call.job = prepare(group)
+        if not call.is_async:
+            return Collective(None, call.start())
+        begun = Collective(call.start())
         if _torch.are_promised():
             begun.promise(_single(out))
         return begun

@@ -83,7 +83,6 @@ def agreed(
     group: Group,
     call: str,
     fields: Mapping[str, object],
-    error: str | None,
     *,
     mode: Mode | None = None,
     digest: int = 0,
@@ -97,7 +96,6 @@ def agreed(
         group: the ranks that take part.
         call: its name.
         fields: values that must be equal on all ranks; None: this rank does not know the value.
-        error: what is wrong with this rank's arguments.
         mode: of a differentiable call, else None.
         digest: an int64 to be compared with the others'.
         own: bytes of the call's own, at most `ROOM`.
@@ -105,7 +103,7 @@ def agreed(
         watch: as for `opened`.
 
     Raises:
-        WeftError: a rank stated an error, fingerprints differ, or some ranks record gradients and
+        WeftError: a rank tells an error, fingerprints differ, or some ranks record gradients and
             others are under `torch.no_grad()`.
     """
     terms = _TERMS.pack(
@@ -114,7 +112,7 @@ def agreed(
         digest,
     )
     body = bytearray().join([terms, own])
-    with opened(group, call, fields, error, body, watch=watch, private=private) as opening:
+    with opened(group, call, fields, None, body, watch=watch, private=private) as opening:
         recording, without, digests = zip(*opening.read(_TERMS.unpack_from), strict=True)
         records = any(recording)
         if records and any(without):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.devices import on_host
-from ..base.errors import entry, meant
+from ..base.errors import check, entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
 from ..call.attempt import preparing
@@ -77,13 +77,11 @@ def all_reduce(
     group = default.resolve(group)
     with preparing(group, _NAME):
         name = op_name(op)
-        error = _wrong(tensor, name, wire_dtype)
-        if error:
-            tensor, name, wire_dtype = torch.empty(0), "sum", None
+        check(_wrong(tensor, name, wire_dtype))
         said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
         # all that follows, backward too, is of a tensor of the dtype that travels
         given = tensor.to(travelling(tensor.dtype, wire_dtype))
-        reduction = Reduction(group, _NAME, error, op=str(name), fields={"dtype": said})
+        reduction = Reduction(group, _NAME, op=str(name), fields={"dtype": said})
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -133,15 +131,13 @@ class Reduction(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         given = tensors[0]
-        fields: dict[str, object] = {"op": self.op}
-        if self.error is None:
-            over = self.group.on(given.device)
-            self.error = over.refusal
-            fields |= {**self.fields, "shape": tuple(given.shape), "device": over.route}
-        total = fresh(tuple(given.shape), given.dtype, given.device).copy_(given)
-        said = reduce_in_place(
-            self.group, self.name, fields, [total], self.op, error=self.error, mode=mode
-        )
+        over = self.group.on(given.device)
+        shape = tuple(given.shape)
+        with preparing(self.group, self.name):
+            check(over.refusal)
+            total = fresh(shape, given.dtype, given.device).copy_(given)
+        fields = {"op": self.op, **self.fields, "shape": shape, "device": over.route}
+        said = reduce_in_place(self.group, self.name, fields, [total], self.op, mode=mode)
         self.number = said.opening.number
         if said.records and self.op in ("min", "max"):
             self.attains = (given == total) | (given.isnan() & total.isnan())
@@ -155,23 +151,22 @@ def reduce_in_place(
     tensors: Sequence[Tensor],
     op: str,
     *,
-    error: str | None = None,
     mode: Mode | None = None,
 ) -> Terms:
     """Open a call on the terms of `agreed`, and reduce tensors over all ranks; collective.
 
     Args:
-        group, call, fields, error, mode: of the opening, in which the sizes of the tensors are
+        group, call, fields, mode: of the opening, in which the sizes of the tensors are
             compared.
         tensors: contiguous, of one dtype and one device, each in memory of its own; each becomes
             what is reduced.
         op: one of `weft.kernels.OPS`, which there is for the dtype.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    goes_along = error is None and nbytes <= most_to_all(group) and all(map(on_host, tensors))
+    goes_along = nbytes <= most_to_all(group) and all(map(on_host, tensors))
     with preparing(group, call):  # there may be no memory
         own = b"".join(map(memory_of, tensors)) if goes_along else b""
-    with agreed(group, call, fields, error, mode=mode, own=own) as said:
+    with agreed(group, call, fields, mode=mode, own=own) as said:
         if goes_along:
             _reduce_told(said.own(nbytes), tensors, op)
             return said

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.devices import on_host
-from ..base.errors import entry
+from ..base.errors import check, entry
 from ..base.memory import fresh, memory_of
 from ..base.tensors import Shape, wrong_dims
 from ..call.attempt import preparing
@@ -61,9 +61,9 @@ def all_to_all(inputs: Sequence[Tensor], group: object = None) -> list[Tensor]:
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        error = _wrong(inputs, group.size)
-        tensors = [torch.empty(0)] * group.size if error else list(inputs)
-    return apply(Scatter(group, _NAME, error), tensors)
+        check(_wrong(inputs, group.size))
+        tensors = list(inputs)
+    return apply(Scatter(group, _NAME), tensors)
 
 
 def _wrong(inputs: object, size: int) -> str | None:
@@ -101,20 +101,16 @@ class Scatter(Linear):
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         group, like = self.group, tensors[self.group.rank]
         over = group.on(like.device)
-        fields = dict(self.fields)
-        if self.error is None:
-            self.error = over.refusal
-            fields |= {"dtype": like.dtype, "device": over.route}
+        fields = {**self.fields, "dtype": like.dtype, "device": over.route}
         eager = most_to_each(group)
         if not on_host(like):  # nothing is sent along, not even empty tensors
             eager = [-1] * group.size
-        told = [b""] * group.size
-        if self.error is None:
-            with preparing(group, self.name):  # there may be no memory
-                told = [*map(_stated, tensors, eager)]
+        with preparing(group, self.name):  # there may be no memory
+            check(over.refusal)
+            told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told]
-        with agreed(group, self.name, fields, self.error, mode=mode, private=private) as said:
+        with agreed(group, self.name, fields, mode=mode, private=private) as said:
             self.number = said.opening.number
             heard = said.opening.private
             results = list(tensors)

@@ -8,7 +8,8 @@ takes its turn after the barrier.
 from __future__ import annotations
 
 from ..base.arguments import is_duration, wrong_timeout
-from ..base.errors import Error, StillRunning, entry, names
+from ..base.errors import Error, StillRunning, check, entry, names
+from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..group import default
 from ..group.group import Group
@@ -100,14 +101,16 @@ class BarrierCall:
     def __init__(self, group: Group, timeout: object = None, *, waits_apart: bool = False) -> None:
         """`waits_apart`: whether a wait for it may end before it does."""
         self._group = group
-        self._error = None if timeout is None else wrong_timeout(timeout)
+        self._wrong = None if timeout is None else wrong_timeout(timeout)
         # such a wait has to know who has come: of many ranks each then tells each
         self._watch = self._note if waits_apart else None
         self._awaited: Awaited | None = None
 
     def run(self) -> None:
         """Wait for all ranks; run in the call's turn."""
-        with agreed(self._group, "barrier", {}, self._error, watch=self._watch):
+        with preparing(self._group, "barrier"):
+            check(self._wrong)
+        with agreed(self._group, "barrier", {}, watch=self._watch):
             pass
 
     def _note(self, pending: Awaited) -> None:

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..base.arguments import shown, truth
-from ..base.errors import WeftError, entry
+from ..base.errors import WeftError, check, entry
+from ..call.attempt import preparing
 from ..group.group import Group
 from .all_reduce import Reduction
 from .differentiable import apply
 from .named import groups_of_shards, local, wrong_gradient
+
+_NAME = "clip_grad_norm_"
 
 
 @entry
@@ -179,16 +182,15 @@ def _norms_over(
     found = []
     raised: WeftError | None = None
     for group, values in parts.items():
-        norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
-        own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()  # one copy
-        if math.isinf(p):
-            op = "max"
-            own = own.amax()
-        else:
-            op = "sum"
-            own = (own**p).sum()
-        reduction = Reduction(group, "clip_grad_norm_", error, op=op, fields=fields)
+        op = "max" if math.isinf(p) else "sum"
+        reduction = Reduction(group, _NAME, op=op, fields=fields)
         try:
+            with preparing(group, _NAME):
+                check(error)
+                norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
+                # one copy
+                own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()
+                own = own.amax() if math.isinf(p) else (own**p).sum()
             total = apply(reduction, [own])[0]
         except WeftError as first:
             raised = raised or first

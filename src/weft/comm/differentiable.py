@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ..base.devices import Aside
-from ..base.errors import entry
+from ..base.errors import WeftError, entry
 from ..base.tensors import has_elements, lacking, plain
 from ..call.attempt import preparing
 from ..call.terms import Mode
 from ..group.group import Group
-from ..group.worker import Work
 
 
 @dataclass
@@ -35,13 +34,11 @@ class Linear(ABC):
     Attributes:
         group: among whom.
         name: of the call.
-        error: what is wrong with its tensors on this rank, or None.
         number: of the call, among those of the group; known once it has run.
     """
 
     group: Group
     name: str
-    error: str | None = None
     number: int = 0
 
     @abstractmethod
@@ -64,45 +61,32 @@ class Linear(ABC):
         """
         kind = self.name.partition(" ")[0]
         adjoint = self.adjoint(f"{kind} backward of call {self.number}")
-        for gradient in gradients:
-            if not has_elements(gradient):
-                adjoint.error = f"a gradient is {lacking(gradient)}: differentiate one at a time"
-                return apply(adjoint, [torch.empty(0)] * len(gradients))
+        with preparing(self.group, adjoint.name):
+            for gradient in gradients:
+                if not has_elements(gradient):
+                    what = f"a gradient is {lacking(gradient)}"
+                    raise WeftError(f"{what}: differentiate one at a time")
         return apply(adjoint, gradients)
 
 
 def apply(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run a collective and return its results, which are differentiable any number of times."""
-    job = _job(collective, tensors)
-    with torch.no_grad():
-        results, is_recorded = collective.group.worker.call(collective.name, job)
+    with preparing(collective.group, collective.name):  # an expanded one may not fit in memory
+        job = _job(collective, tensors)
+    results, is_recorded = collective.group.worker.call(collective.name, job)
     return _record(collective, tensors, results) if is_recorded else results
-
-
-def start(
-    collective: Linear, tensors: Sequence[Tensor], finish: Callable[[list[Tensor]], Any]
-) -> Work[Any]:
-    """Start a collective on the worker's thread.
-
-    Args:
-        collective, tensors: as for `apply`.
-        finish: makes the caller's result of the collective's; differentiable.
-
-    Returns:
-        The work, whose result is what `finish` makes of the results. It is as differentiable as
-        that of a call that is waited for at once.
-    """
-    job = _Background(collective, tensors, finish)
-    with torch.no_grad():
-        return collective.group.worker.submit(collective.name, job)
 
 
 def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[list[Tensor], bool]]:
     """What runs a collective when its turn has come; in autograd's mode of here and now."""
     mode = Mode.of(tensors)
-    with preparing(collective.group, collective.name):  # an expanded one may not fit in memory
-        given = [plain(tensor.detach()) for tensor in tensors]
-    return lambda: collective.run(given, mode)
+    given = [plain(tensor.detach()) for tensor in tensors]
+
+    @torch.no_grad()
+    def job() -> tuple[list[Tensor], bool]:
+        return collective.run(given, mode)
+
+    return job
 
 
 def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]) -> list[Tensor]:
@@ -113,8 +97,11 @@ def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]
     return list(recorded)
 
 
-class _Background(Aside[Any]):
-    """A collective on the worker's thread; autograd records it where the result is asked for."""
+class Differentiable(Aside[Any]):
+    """A collective as a job; autograd records it where the result is asked for.
+
+    The result is as differentiable as that of a call that is waited for at once.
+    """
 
     def __init__(
         self,
@@ -122,6 +109,11 @@ class _Background(Aside[Any]):
         tensors: Sequence[Tensor],
         finish: Callable[[list[Tensor]], Any],
     ) -> None:
+        """
+        Args:
+            collective, tensors: as for `apply`.
+            finish: makes the caller's result of the collective's; differentiable.
+        """
         super().__init__(collective.group.streams, tensors[0].device, _job(collective, tensors))
         self._collective = collective
         self._tensors = tensors

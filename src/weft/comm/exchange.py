@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import truth
-from ..base.errors import entry
+from ..base.errors import check, entry
 from ..base.tensors import serves, wrong_dims
 from ..call.attempt import preparing
 from ..group import default
 from ..sparse.request import travelling, wrong_wire_dtype
 from .all_to_all import Scatter
-from .differentiable import apply, start
+from .differentiable import Differentiable
 from .staging import unsendable
 
 _NAME = "exchange"
@@ -80,59 +80,44 @@ def exchange(
         [[12.0, 10.0], [2.0, 0.0]]
     """
     group = default.resolve(group)
-    with preparing(group, _NAME):
-        is_async = truth("async_op", async_op)
-        error = _wrong(rows, to, group.size)
-        error = error or wrong_wire_dtype(wire_dtype, rows.dtype)
-        scatter = Scatter(group, _NAME, error)
-        picks = torch.empty(0, dtype=torch.int64)
-        counts: list[int] = []
-        if error is None:
-            nothing = picks.to(rows.device)
-            chosen = [nothing if some is None else some for some in to]
-            picks = torch.cat(chosen)
-            counts = [some.numel() for some in chosen]
-    return send_rows(scatter, rows, picks, counts, wire_dtype=wire_dtype, is_async=is_async)
+    with preparing(group, _NAME) as call:
+        call.is_async = truth("async_op", async_op)
+        check(_wrong(rows, to, group.size) or wrong_wire_dtype(wire_dtype, rows.dtype))
+        nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
+        chosen = [nothing if some is None else some for some in to]
+        counts = [some.numel() for some in chosen]
+        picks = torch.cat(chosen)
+        call.job = rows_sent(Scatter(group, _NAME), rows, picks, counts, wire_dtype)
+    return call.start()
 
 
-def send_rows(
+def rows_sent(
     scatter: Scatter,
     rows: Tensor,
     picks: Tensor,
     counts: Sequence[int],
-    *,
     wire_dtype: torch.dtype | None,
-    is_async: bool,
     finish: Callable[[list[Tensor]], Any] = list,
-) -> Any:
-    """Send rows to each rank and receive theirs.
+) -> Differentiable:
+    """What sends rows to each rank and receives theirs.
 
     Args:
-        scatter: the collective; if it has an error, `rows`, `picks` and `counts` are not looked at.
+        scatter: the collective.
         rows: `[n, *row_shape]`.
         picks: indices into `rows` of those that go out, in the order of the ranks that get them.
         counts: how many of them each rank gets.
         wire_dtype: in which they travel, as for `exchange`.
-        is_async: whether to return the work instead of its result.
         finish: makes the result of the rows that each rank sent to this one.
     """
-    parts = [torch.empty(0)] * scatter.group.size
-    dtype = parts[0].dtype
-    with preparing(scatter.group, scatter.name):
-        if scatter.error is None:
-            dtype = rows.dtype  # as it is now: `module.half()` changes that of the same tensor
-            travels = f"{dtype} as {wire_dtype}" if wire_dtype else "None"
-            scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
-            # rounded after they are picked, so that gradients are widened before they are added
-            sent = rows.index_select(0, picks).to(travelling(dtype, wire_dtype))
-            parts = list(torch.split(sent, list(counts)))
-
-    def finished(received: list[Tensor]) -> Any:
-        return finish([part.to(dtype) for part in received])
-
-    if is_async:
-        return start(scatter, parts, finished)
-    return finished(apply(scatter, parts))
+    dtype = rows.dtype  # as it is now: `module.half()` changes that of the same tensor
+    travels = f"{dtype} as {wire_dtype}" if wire_dtype else "None"
+    scatter.fields = {"row shape": tuple(rows.shape[1:]), "wire_dtype": travels}
+    # rounded after they are picked, so that gradients are widened before they are added
+    sent = rows.index_select(0, picks).to(travelling(dtype, wire_dtype))
+    parts = torch.split(sent, list(counts))
+    return Differentiable(
+        scatter, parts, lambda received: finish([part.to(dtype) for part in received])
+    )
 
 
 def _first(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import shown
-from ..base.errors import entry
+from ..base.errors import WeftError, check, entry
 from ..base.tensors import mark_overwritten, shares_elements
 from ..call.attempt import preparing
 from ..call.terms import ROOM, agreed
@@ -114,21 +114,18 @@ class Synchronised:
         group, wire_dtype: as they were given.
         of: the parameters by name, sorted; a shared one comes once, under its first name.
         manifest: their descriptions.
-        error: what is wrong with the arguments, or None.
     """
 
     def __init__(self, group: Group, module: Any, average: object, wire_dtype: Any) -> None:
         self.group, self.wire_dtype = group, wire_dtype
         self._op = "sum" if average is False else "avg"
-        self.of, self.manifest, self.error = of_module(module, buffers=False)
-        if self.error is None and not isinstance(average, bool):
-            self.error = f"average is {shown(average)}: pass True or False"
-        if self.error is None and len(self.of) >= ROOM:
-            self.error = f"{len(self.of)} parameters are too many for one call: below {ROOM}"
-        self.error = self.error or wrong_wire_dtype(wire_dtype)
-        self._fields: dict[str, object] = {}
-        if self.error is None:
-            self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
+        self.of, self.manifest = of_module(module, buffers=False)
+        if not isinstance(average, bool):
+            raise WeftError(f"average is {shown(average)}: pass True or False")
+        if len(self.of) >= ROOM:
+            raise WeftError(f"{len(self.of)} parameters are too many for one call: below {ROOM}")
+        check(wrong_wire_dtype(wire_dtype))
+        self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -161,14 +158,14 @@ class Synchronised:
         """
         states = {name: _state(gradients.get(name)) for name in self.of}
         wrong = itertools.starmap(self._wrong, gradients.items())
-        error = self.error or next(filter(None, wrong), None)
+        with preparing(self.group, NAME):
+            check(next(filter(None, wrong), None))
         with agreed(
             self.group,
             NAME,
             self._fields,
-            error,
             digest=digest(self.manifest),
-            own=b"" if error else bytes(states.values()),
+            own=bytes(states.values()),
         ) as said:
             if said.equal:
                 return dict(zip(self.of, said.mask(len(self.of)), strict=True))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base.devices import on_host
-from ..base.errors import conclusion
+from ..base.errors import WeftError, check, conclusion
 from ..base.tensors import extent, shares_elements, unreadable
 from ..call.terms import Mode
 from ..group.group import Group
@@ -33,30 +33,32 @@ Manifest = dict[str, str]
 """A description in words of each tensor, by name."""
 
 
-def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Manifest, str | None]:
-    """The tensors of a module, its manifest, and why it cannot be synchronised, or None.
+def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Manifest]:
+    """The tensors of a module, and its manifest.
 
     Both are in the order of names. One that comes again does so under the first name; with buffers,
     which are sent by value, tensors in the same memory are one.
+
+    Raises:
+        WeftError: it cannot be synchronised.
     """
     if not isinstance(module, nn.Module):
-        return {}, {}, f"module is a {type(module).__name__}: pass a torch.nn.Module"
+        raise WeftError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
     found: dict[str, Tensor] = {}
     manifest: Manifest = {}
     first: dict[object, str] = {}
     # by name, since the order in which modules have them may differ between ranks
     for kind, name, tensor in sorted(_tensors(module, buffers), key=lambda each: each[1]):
         if is_lazy(tensor):
-            return {}, {}, f"{kind} {name!r} has no shape yet: run the module once"
+            raise WeftError(f"{kind} {name!r} has no shape yet: run the module once")
         place = local(tensor)
-        if error := unsendable(f"{kind} {name!r}", place):
-            return {}, {}, error
+        check(unsendable(f"{kind} {name!r}", place))
         # parameters are told apart by identity, for each has a gradient of its own; so are empty
         # tensors: by that of the owner, since `place` is freed
         memory = place.device, place.data_ptr(), place.dtype, place.shape, place.stride()
         key = memory if buffers and place.numel() else id(tensor)
         if buffers and shares_elements(place):
-            return {}, {}, f"elements of {kind} {name!r} share memory: make it contiguous"
+            raise WeftError(f"elements of {kind} {name!r} share memory: make it contiguous")
         text = description(kind, tensor)
         if key in first:
             text += f", the same as {first[key]!r}"
@@ -66,8 +68,8 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
         manifest[name] = text
     if buffers and (pair := next(overlaps(found), None)):
         name, other = pair
-        return {}, {}, f"{name!r} and {other!r} lie in the same memory: clone() one of them"
-    return found, manifest, None
+        raise WeftError(f"{name!r} and {other!r} lie in the same memory: clone() one of them")
+    return found, manifest
 
 
 def description(kind: str, tensor: Tensor) -> str:

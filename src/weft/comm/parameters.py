@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base.arguments import root_in, wrong_root
 from ..base.devices import on_host
-from ..base.errors import entry
+from ..base.errors import check, entry
 from ..base.tensors import as_bytes, mark_overwritten, plain
 from ..call.attempt import preparing
 from ..call.terms import agreed
@@ -67,13 +67,13 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
     """
     group = default.resolve(group)
     with preparing(group, _NAME):
-        found, manifest, error = of_module(module, buffers=True)
-    root = root_in(group_src, group.size)
-    error = error or wrong_root("group_src", root, group_src, group.size)
+        found, manifest = of_module(module, buffers=True)
+        root = root_in(group_src, group.size)
+        check(wrong_root("group_src", root, group_src, group.size))
 
     def job() -> None:
         with torch.no_grad():
-            with agreed(group, _NAME, {"group_src": root}, error, digest=digest(manifest)) as said:
+            with agreed(group, _NAME, {"group_src": root}, digest=digest(manifest)) as said:
                 pass
             if not said.equal:
                 raise_difference(group, _NAME, manifest)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.arguments import as_integer, shown, truth
-from ..base.errors import entry
+from ..base.errors import WeftError, check, entry
 from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype
 from .all_to_all import Scatter
 from .differentiable import apply
-from .exchange import send_rows, wrong_rows
+from .exchange import rows_sent, wrong_rows
 from .staging import unsendable
 
 _NAME = "remote_rows"
@@ -74,11 +74,11 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
     """
     group = default.resolve(group)
     with preparing(group, f"{_NAME} (counts)"):
-        error = _wrong(indices, count)
-    count = 0 if error else as_integer(count)
+        check(_wrong(indices, count))
+        count = as_integer(count)
+        own = torch.tensor([count])
     # each rank tells the others how many rows it has
-    own = torch.tensor([count])
-    counts = torch.cat(apply(Scatter(group, f"{_NAME} (counts)", error), [own] * group.size))
+    counts = torch.cat(apply(Scatter(group, f"{_NAME} (counts)"), [own] * group.size))
     bounds = [0, *counts.cumsum(0).tolist()]
     first = bounds[group.rank]
     end = bounds[group.rank + 1]
@@ -86,11 +86,11 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
     with preparing(group, f"{_NAME} (indices)"):
         indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
         distinct = torch.unique(indices)  # sorted, so those of one owner are together
-        error = _outside(distinct, bounds[-1])
+        check(_outside(distinct, bounds[-1]))
         remote = distinct[(distinct < first) | (distinct >= end)].long()
         rows = count + remote.numel()
-        if error is None and rows > torch.iinfo(indices.dtype).max:
-            error = f"{rows} rows are more than {indices.dtype} counts: pass int64"
+        if rows > torch.iinfo(indices.dtype).max:
+            raise WeftError(f"{rows} rows are more than {indices.dtype} counts: pass int64")
         # each rank tells the owners which of their rows it needs, as they count them
         cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
         needs = [
@@ -101,7 +101,7 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
         place_of_own = indices.long() - first
         place_of_remote = count + torch.searchsorted(remote, indices.long())
         places = torch.where(is_own, place_of_own, place_of_remote).to(indices.dtype)
-    picks = apply(Scatter(group, f"{_NAME} (indices)", error), needs)  # what each needs of this one
+    picks = apply(Scatter(group, f"{_NAME} (indices)"), needs)  # what each needs of this one
 
     received = [some.numel() for some in needs]
     sent = [some.numel() for some in picks]
@@ -170,18 +170,18 @@ class RemoteRows:
             tensor([7., 5.])
         """
         group = self._group
-        with preparing(group, "fetch"):
-            is_async = truth("async_op", async_op)
-            error = self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype)
-        return send_rows(
-            Scatter(group, "fetch", error),
-            rows,
-            self._picks,
-            self.sent,
-            wire_dtype=wire_dtype,
-            is_async=is_async,
-            finish=lambda received: torch.cat([rows, *received]),
-        )
+        with preparing(group, "fetch") as call:
+            call.is_async = truth("async_op", async_op)
+            check(self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype))
+            call.job = rows_sent(
+                Scatter(group, "fetch"),
+                rows,
+                self._picks,
+                self.sent,
+                wire_dtype,
+                lambda received: torch.cat([rows, *received]),
+            )
+        return call.start()
 
     def _wrong(self, rows: object) -> str | None:
         """What is wrong with what a caller passed, or None."""

@@ -274,5 +274,7 @@ def _meet(state: State) -> None:
     if not state.meets:  # of a rank without data, which has begun this ahead
         return
     error, state.unlike = state.unlike, None
-    with agreed(state.group, _END, {}, error):
+    with preparing(state.group, _END):
+        check(error)
+    with agreed(state.group, _END, {}):
         state.is_checked = True

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base._torch import has_run, is_of_group
-from ..base.errors import WeftError, entry
+from ..base.errors import WeftError, check, entry
 from ..call.attempt import preparing
 from ..comm.named import shares_calls
 from ..group import process_group
@@ -79,8 +79,7 @@ def register(
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         if isinstance(ddp_model, nn.Module) and _runs_alone():
-            if error := wrong_wire_dtype(wire_dtype):
-                raise WeftError(error)
+            check(wrong_wire_dtype(wire_dtype))
             say_alone()
             return State(None, algorithm, wire_dtype)
         error = (
@@ -88,7 +87,8 @@ def register(
             ": wrap it first"
         )
         if has_default():  # ranks that have one may be of this group, and would wait
-            tell_of(process_group.of_group(None), {}, error)
+            with preparing(process_group.of_group(None), NAME):
+                raise WeftError(error)
         raise WeftError(error)
     state = State(ddp_model.process_group, algorithm, wire_dtype)
     state.error = interferes(ddp_model) or tied(ddp_model)
@@ -125,9 +125,9 @@ def _set_hook(group: Group, ddp_model: DistributedDataParallel, state: State) ->
                 "one: call weft.ddp.register once for each model, and register no other hook"
             )
     with preparing(group, NAME):
+        check(error)
         own = bytes([shares_calls(ddp_model.module, group)])
-
-    (needs_line,) = tell_of(group, {}, error, own)
+    (needs_line,) = tell_of(group, {}, own)
     return bool(needs_line)
 
 

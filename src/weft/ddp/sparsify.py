@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.arguments import shown
-from ..base.errors import WeftError, summed_up
+from ..base.errors import WeftError, check, summed_up
 from ..call.attempt import preparing
 from ..comm.buckets import reduce_dense
 from ..group.group import Group
@@ -93,10 +93,11 @@ class Sparsifier:
         vars(self).update(state)
         self.of_parameters = WeakTensorKeyDictionary()
 
-    def settings(self) -> tuple[dict[str, str], str | None]:
-        """The settings, which must be equal on all ranks; and what is wrong with them, or None."""
+    def settings(self) -> dict[str, str]:
+        """The settings, which must be equal on all ranks. Raises WeftError: one is wrong."""
+        check(self._wrong_setting())
         names = ("density", "error_feedback", "min_numel", "wire_dtype")
-        return {name: str(getattr(self, name)) for name in names}, self._wrong_setting()
+        return {name: str(getattr(self, name)) for name in names}
 
     def _wrong_setting(self) -> str | None:
         if not _is_number(self.density) or not 0 < self.density <= 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.devices import on_host
+from ..base.errors import check
 from ..call.attempt import preparing
 from ..call.terms import agreed
 from ..comm.buckets import reduce_dense
@@ -103,8 +104,8 @@ class State:
             group = given if isinstance(given, Group) else process_group.of_group(given)
             # dense buckets are not compared one by one
             with preparing(group, NAME):
-                fields, error = self.asked()
-            tell_of(group, fields | {"kind of state": type(self).__name__}, error)
+                fields = self.asked()
+            tell_of(group, fields | {"kind of state": type(self).__name__})
             self.joined = group
         return self.joined
 
@@ -124,10 +125,10 @@ class State:
             sent / 1e3,
         )
 
-    def asked(self) -> tuple[dict[str, str], str | None]:
-        """What must be the same on every rank, and what is wrong with it."""
-        error = self.error or wrong_wire_dtype(self._wire_dtype)
-        return {"wire_dtype": str(self._wire_dtype)}, error
+    def asked(self) -> dict[str, str]:
+        """What must be the same on every rank. Raises WeftError: something is wrong with it."""
+        check(self.error or wrong_wire_dtype(self._wire_dtype))
+        return {"wire_dtype": str(self._wire_dtype)}
 
     def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         """What reduces a dense bucket, in place, in a call whose turn it is."""
@@ -148,15 +149,15 @@ class State:
         return reduction
 
 
-def tell_of(group: Group, fields: dict[str, str], error: str | None, own: bytes = b"") -> list[int]:
-    """Have all ranks say what they were given; raises, on all, what is wrong with it.
+def tell_of(group: Group, fields: dict[str, str], own: bytes = b"") -> list[int]:
+    """Have all ranks say what they were given, which must be the same.
 
     Returns:
         What all ranks pass as `own`, combined by bitwise "or".
     """
 
     def job() -> list[int]:
-        with agreed(group, NAME, fields, error, own=own) as terms:
+        with agreed(group, NAME, fields, own=own) as terms:
             return terms.mask(len(own))
 
     return group.worker.call(NAME, job)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import is_a
-from ..base.errors import entry
+from ..base.errors import WeftError, check, entry
 from ..base.tensors import flattened, plain, unwritable
-from ..call.attempt import confess, preparing
+from ..call.attempt import preparing
 from ..comm.named import local
 from ..comm.staging import unsendable
 from ..group import default, process_group
@@ -70,20 +70,17 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
     else:  # ranks that have one are likely of this group, and would wait
         group = process_group.of_group(None) if has_default() else default.current()
     with preparing(group, _NAME):
-        named, error = _named(tensors)
-        names = {name: name for name in named}
         if not is_state:
-            error = f"state is a {type(state).__name__}: pass a weft.ddp.TopK"
-        elif error is None:
-            error = state.sparsifier.wrong(named, names)
+            raise WeftError(f"state is a {type(state).__name__}: pass a weft.ddp.TopK")
+        named = _named(tensors)
+        names = {name: name for name in named}
+        check(state.sparsifier.wrong(named, names))
         kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
         for name, tensor in named.items():
             kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
         description = described(named)
 
     def job() -> None:
-        if error is not None:  # of any of the tensors, before one is reduced
-            confess(group, _NAME, None, error)
         for given in list(kinds.values()) or [{}]:
             flat = {name: flattened(plain(tensor)) for name, tensor in given.items()}
             state.sparsifier.reduce(group, flat, names, description=description)
@@ -96,21 +93,24 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
         group.worker.call(_NAME, job)
 
 
-def _named(tensors: object) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors of a caller by name, and what is wrong with them, or None."""
+def _named(tensors: object) -> dict[str, Tensor]:
+    """The tensors of a caller by name. Raises WeftError: something is wrong with them."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Mapping | Sequence):
-        return {}, f"tensors is a {type(tensors).__name__}: pass a list, or a dict by name"
+        raise WeftError(f"tensors is a {type(tensors).__name__}: pass a list, or a dict by name")
     pairs = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
     named: dict[str, Tensor] = {}
     for name, tensor in pairs:
         here = local(tensor) if isinstance(tensor, Tensor) else tensor
-        if error := unsendable(f"tensor {name!r}", here):
-            return {}, error
+        check(unsendable(f"tensor {name!r}", here))
         if not (here.is_floating_point() or here.is_complex()) or here.itemsize < 2:
-            return {}, f"tensor {name!r} is {here.dtype}: pass numbers of 16 bits at least, no ints"
+            raise WeftError(
+                f"tensor {name!r} is {here.dtype}: pass numbers of 16 bits at least, no ints"
+            )
         if reason := unwritable(here):
-            return {}, f"tensor {name!r} is {reason}"
+            raise WeftError(f"tensor {name!r} is {reason}")
         if str(name) in named:
-            return {}, f"two keys of tensors are {str(name)!r} as text: pass names that differ"
+            raise WeftError(
+                f"two keys of tensors are {str(name)!r} as text: pass names that differ"
+            )
         named[str(name)] = here
-    return named, None
+    return named

@@ -124,9 +124,9 @@ class TopK(State):
         """
         self.sparsifier.load_state_dict(state, model)
 
-    def asked(self) -> tuple[dict[str, str], str | None]:
-        wrong, (settings, error) = super().asked()[1], self.sparsifier.settings()
-        return settings, wrong or error
+    def asked(self) -> dict[str, str]:
+        super().asked()
+        return self.sparsifier.settings()
 
     def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         parameters = bucket.parameters()

@@ -41,7 +41,7 @@ from ...base.arguments import in_words
 from ...base.devices import on_host
 from ...base.errors import WeftError, entry, summed_up
 from ...base.tensors import plain
-from ...call.attempt import preparing, refuse_tracing
+from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
 from ...comm.named import Cut, shards_by_name
@@ -53,6 +53,8 @@ from ..mesh import as_shard
 from ..partition import Partition
 
 _NAME = "sharded_lookup"
+_ASKING = f"{_NAME} (indices)"
+_SENDING = f"{_NAME} (rows)"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest
 
 M = TypeVar("M", bound=nn.Module)
@@ -600,31 +602,44 @@ def sharded_lookup(
         if not isinstance(each, ShardedTable):
             raise WeftError(f"tables has a {type(each).__name__}: {remedy}")
     group = tables[0]._group()
-    error: str | None = None
-    place = ""  # of the table that an error is of
-    asked: list[_Asked] = []
-    try:
-        _check(tables, inputs, group)
-        for number, (table, given) in enumerate(zip(tables, inputs, strict=True)):
-            place = f"table {number}: " if len(tables) > 1 else ""
-            table._checked_weight(group)
-            arguments = given if isinstance(given, tuple) else (given,)
-            one: Any = table
-            asked.append(one._asked(*arguments))
-    except Exception as wrong:  # such as the TypeError of a call with an argument too many
-        error = place + (str(wrong) if isinstance(wrong, WeftError) else in_words(wrong))
     weight = tables[0]._parameters.get("weight")
     # that a weight is gone, or has no elements, the others have to hear on the line
     takes_line = weight is None or weight.is_meta or on_host(weight)
     over = group.line if takes_line else group
     with profiled(_NAME):
-        rows = _fetched(over, tables, [indices for indices, _ in asked], error)
+        with preparing(over, _ASKING):
+            asked = _asked_of(tables, inputs, group)
+            wanted = [indices for indices, _ in asked]
+            messages, counts = _questions(over, tables, wanted)
+        rows = _fetched(over, tables, wanted, messages, counts)
     return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
+
+
+def _asked_of(
+    tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group
+) -> list[_Asked]:
+    """What a caller wants of each table.
+
+    Raises:
+        WeftError: something is wrong with it; of several tables it says with which.
+    """
+    _check(tables, inputs, group)
+    asked: list[_Asked] = []
+    for number, (table, given) in enumerate(zip(tables, inputs, strict=True)):
+        arguments = given if isinstance(given, tuple) else (given,)
+        one: Any = table
+        try:
+            table._checked_weight(group)
+            asked.append(one._asked(*arguments))
+        except Exception as wrong:  # such as the TypeError of a call with an argument too many
+            said = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)
+            place = f"table {number}: " if len(tables) > 1 else ""
+            raise WeftError(place + said) from wrong
+    return asked
 
 
 def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group) -> None:
     """Raise WeftError if these tables cannot be called together."""
-    refuse_tracing(_NAME)
     if len(inputs) != len(tables):
         raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
     weights = [each._found_weight() for each in tables]
@@ -642,30 +657,28 @@ def _described(tables: Sequence[ShardedTable]) -> str:
 
 
 def _fetched(
-    group: Group, tables: Sequence[ShardedTable], wanted: Sequence[Tensor], error: str | None
+    group: Group,
+    tables: Sequence[ShardedTable],
+    wanted: Sequence[Tensor],
+    messages: Sequence[Tensor],
+    counts: Sequence[Sequence[int]],
 ) -> list[Tensor]:
     """The rows of each table that this rank needs, `[u, embedding_dim]`. Collective.
 
     It takes two exchanges: of indices, and of rows. A message holds the parts of all tables, one
     after the other.
     """
-    fields: dict[str, object] = {}
-    messages = [torch.empty(0, dtype=torch.int64)] * group.size
-    counts = [[0]]
-    asking = f"{_NAME} (indices)"
-    if error is None:
-        fields["tables"] = _described(tables)
-        with preparing(group, asking):  # they may not fit in memory
-            messages, counts = _questions(group, tables, wanted)
-    heard = apply(Scatter(group, asking, error, fields=fields), messages)
+    fields: dict[str, object] = {"tables": _described(tables)}
+    heard = apply(Scatter(group, _ASKING, fields=fields), messages)
     # how many rows each rank needs of each table that are here, by rank and table
     heads = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
     runs = []
     for rank, message in enumerate(heard):
         sizes = heads[rank * len(tables) : (rank + 1) * len(tables)]
         runs.append(list(torch.split(message[len(tables) :], sizes)))
-    parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
-    came = apply(Scatter(group, f"{_NAME} (rows)", fields=fields), cast(list[Tensor], parts))
+    with preparing(group, _SENDING):  # they may not fit in memory
+        parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
+    came = apply(Scatter(group, _SENDING, fields=fields), cast(list[Tensor], parts))
     widths = [table.embedding_dim for table in tables]
     pieces = [_by_table(each, some, widths) for each, some in zip(came, counts, strict=True)]
     found = []
