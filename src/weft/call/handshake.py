@@ -1,9 +1,8 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
-Each rank states the shape and dtype of its tensor, whether it needs a gradient, and what is wrong
-with its arguments (see `opened`). Tensors on the host of up to `EAGER` bytes are sent with the
-statement; of more than 16 ranks up to a smaller size. If all tensors are so small, nothing more is
-sent.
+Each rank states the shape and dtype of its tensor, and whether it needs a gradient (see `opened`).
+Tensors on the host of up to `EAGER` bytes are sent with the statement; of more than 16 ranks up to
+a smaller size. If all tensors are so small, nothing more is sent.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ def handshake(
     ranks: tuple[int, ...],
     call: str,
     fields: Mapping[str, object],
-    error: str | None,
     operand: Operand,
 ) -> Heard:
     """State what this rank brings and hear the others, in a call whose turn it is.
@@ -110,7 +108,6 @@ def handshake(
         call: name of the call.
         fields: what must be the same on all of them; None where this rank does not know. Among
             them the dtype.
-        error: what is wrong with this rank's arguments.
         operand: what this rank brings.
 
     Raises:
@@ -118,7 +115,7 @@ def handshake(
             gradient, and another does not record any.
         WireError: a peer or a link failed.
     """
-    with opened(among(group, ranks), call, fields, error, operand.pack()) as opening:
+    with opened(among(group, ranks), call, fields, None, operand.pack()) as opening:
         operands = dict(zip(ranks, opening.read(Operand.unpack), strict=True))
         unknown = opening.fields["dtype"] == UNKNOWN
         dtype = None if unknown else opening.field("dtype", dtype_in)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import is_a
-from ..base.errors import WeftError, conclusion, entry
+from ..base.errors import WeftError, check, conclusion, entry
 from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
 from ..call.handshake import Operand, among, handshake, payload_of
@@ -107,26 +107,19 @@ class Call:
             WeftError, WireError: as `applied`.
         """
         records = torch.is_grad_enabled()
-        statement = Operand((), needs=False, records=records)
-        dtype = None
-        device = None
         with preparing(among(self.group, self.ranks), self.name):
-            error = self._error(x)
-            own = x.dtype if is_a(x, Tensor) else torch.float32
-            if error is None:
-                shape = tuple(x.shape) if self.stated is None else self.stated
-                asks = records and x.requires_grad
-                statement = Operand(shape, asks, records, payload_of(x, self.ranks))
-                dtype = own if x.numel() else None
-                over = self.group.on(x.device)
-                device = over.route
-                error = over.refusal
-        fields: dict[str, object] = {
-            "partition": self.spec.grids,
-            "arguments": self.spec.arguments,
-            "dtype": dtype,
-            "device": device,
-        }
+            check(self._wrong(x))
+            on_device = self.group.on(x.device)
+            check(on_device.refusal)
+            shape = tuple(x.shape) if self.stated is None else self.stated
+            asks = records and x.requires_grad
+            statement = Operand(shape, asks, records, payload_of(x, self.ranks))
+            fields: dict[str, object] = {
+                "partition": self.spec.grids,
+                "arguments": self.spec.arguments,
+                "dtype": x.dtype if x.numel() else None,
+                "device": on_device.route,
+            }
         name = self.name
         if self.order > 1:
             name += f" of order {self.order}"
@@ -134,9 +127,9 @@ class Call:
             name += f" of call {self.of}"
 
         def job() -> Moved:
-            heard = handshake(self.group, self.ranks, name, fields, error, statement)
-            # own: where nobody's tensor says anything
-            return self._moved(x, heard.dtype or own, heard.operands, heard.number)
+            heard = handshake(self.group, self.ranks, name, fields, statement)
+            # its own where nobody's tensor says anything
+            return self._moved(x, heard.dtype or x.dtype, heard.operands, heard.number)
 
         return self.group.worker.call(name, job)
 
@@ -177,7 +170,7 @@ class Call:
         needs = any(each.needs for each in said.values())
         return Moved(self, number, needs, y)
 
-    def _error(self, x: Any) -> str | None:
+    def _wrong(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
         if not is_a(x, Tensor):
             return f"{self.name} takes a tensor, not a {type(x).__name__}"

@@ -156,7 +156,7 @@ def to_dtensor(
     fields = {"partition": partition.brief, "arguments": text, "dtype": None}
 
     def job() -> dict[int, Shape]:
-        heard = handshake(group, ranks, name, fields, None, operand)
+        heard = handshake(group, ranks, name, fields, operand)
         return {rank: each.shape for rank, each in heard.operands.items()}
 
     # from here on every rank knows the same, or all raise
