@@ -19,6 +19,7 @@ from weft import kernels
 from weft.group.channels import SUMS, VALUES
 from weft.sparse.algorithms.holders import weights
 from weft.sparse.call import Call
+from weft.sparse.canonical import CanonicalRows
 from weft.sparse.relay import relay_memory, relay_rows
 from weft.testing import expected, run, spmd
 
@@ -192,6 +193,27 @@ def test_what_nobody_else_has_goes_before_any_sum_is_ready():
     for total in run(3, body):
         assert len(total) == 603
         assert (total.values[:3] == 2).all() and (total.values[3:] == 1).all()
+
+
+def repeated(rank, ranks, row=64):
+    """Rows in no order, many of them several times, many of them of this rank alone."""
+    draw = torch.Generator().manual_seed(rank)
+    tokens = (1e4 ** torch.rand(6000, generator=draw)).long()
+    tokens = torch.where(tokens < 500, tokens, tokens * ranks + rank)
+    return weft.Rows(tokens, torch.randint(-8, 9, (6000, row), generator=draw).float())
+
+
+def test_duplicates_are_combined_on_the_way_out(monkeypatch):
+    """Not all of them before anything is sent; so they are not copied twice."""
+    everything = property(lambda own: pytest.fail("combined all rows"))
+    monkeypatch.setattr(CanonicalRows, "values", everything)
+
+    def body(group):
+        return reduced(group, repeated(group.rank, 3))
+
+    want = expected([repeated(rank, 3) for rank in range(3)])
+    for total in run(3, body):
+        same(total, want)
 
 
 def test_many_ranks_get_smaller_chunks():

@@ -1,35 +1,88 @@
-"""This rank's rows as they travel: sorted, each index once, rounded to what is sent."""
+"""This rank's rows as an algorithm gets them: sorted, each index once, as they travel.
+
+The indices are there when the call opens; values are combined, and rounded, when they are asked
+for: behind the index lists, and by `take` in parts while earlier ones are sent. Combined before the
+opening, `holders` took 5 to 10 % longer between four hosts at 1 Gbit/s.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import torch
+from torch import Tensor
 
 from .. import kernels
 from ..base.memory import Pool, typed
-from .request import Request
+from ..kernels import Distinct
+from ..kernels.ops import OPS, Op
+from ..wire.interface import Lease
 from .rows import Rows
 
 
-def canonical(request: Request, memory: Pool, leases: ExitStack) -> Rows:
-    """The rows of a request in their canonical form; rows that only move stay in their order.
+class CanonicalRows:
+    """Sorted, unique indices, and values that are combined when they are asked for.
 
-    Args:
-        request: whose indices were looked at.
-        memory: from which the values are leased, unless the caller's own are canonical already.
-        leases: gives the memory back.
+    Attributes:
+        indices: of the rows.
     """
-    given = request.rows
-    if request.moves:
-        distinct = kernels.Distinct(given.indices.contiguous(), None, None)
-    else:
-        distinct = request.distinct
-    count = distinct.indices.numel()
-    values = given.values
-    is_canonical = distinct.order is None and distinct.starts is None
-    if (is_canonical and values.dtype == request.dtype) or not count:
-        return Rows(distinct.indices, values.contiguous(), given.height)
-    lease = memory.lease(count * values[:1].numel() * request.dtype.itemsize)
-    leases.callback(lease.release)
-    space = typed(lease.tensor, (count, *given.row_shape), request.dtype)
-    kernels.reduce(values, distinct, request.op, out=space)
-    return Rows(distinct.indices, space, given.height)
+
+    def __init__(
+        self, rows: Rows, distinct: Distinct, op: Op, dtype: torch.dtype, memory: Pool
+    ) -> None:
+        """
+        Args:
+            rows: as they were given.
+            distinct: made of their indices.
+            op: combines duplicates.
+            dtype: in which values are sent.
+            memory: from which they are leased, unless the given ones are canonical already.
+        """
+        self.indices = distinct.indices
+        self._given = rows.values
+        self._distinct = distinct
+        self._op = op
+        self._dtype = dtype
+        self._memory = memory
+        self._lease: Lease | None = None
+        self._values: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, memory: Pool) -> CanonicalRows:
+        """Rows that are canonical, in the dtype in which they are sent."""
+        distinct = Distinct(rows.indices, None, None)
+        return cls(rows, distinct, OPS["sum"], rows.values.dtype, memory)
+
+    def __len__(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def values(self) -> Tensor:
+        """`[k, *row_shape]`, in the order of the indices; good until `release`."""
+        if self._values is None:
+            given = self._given
+            distinct = self._distinct
+            is_canonical = distinct.order is None and distinct.starts is None
+            if (is_canonical and given.dtype == self._dtype) or not len(self):
+                self._values = given.contiguous()
+            else:
+                size = given[:1].numel() * self._dtype.itemsize
+                self._lease = self._memory.lease(len(self) * size)
+                space = typed(self._lease.tensor, (len(self), *given.shape[1:]), self._dtype)
+                self._values = kernels.reduce(given, distinct, self._op, out=space)
+        return self._values
+
+    def take(self, positions: Tensor, out: Tensor) -> None:
+        """Write the rows at some positions (int32) among the indices to `out`."""
+        if not positions.numel():
+            return
+        rows = self._given, self._distinct, self._op
+        in_parts = self._values is None and self._given.is_contiguous()
+        if in_parts and kernels.reduces_some(*rows):
+            kernels.reduce(*rows, out=out, rows=positions)
+        else:
+            torch.index_select(self.values, 0, positions, out=out)
+
+    def release(self) -> None:
+        """Give back the memory of `values`."""
+        self._values = None
+        if self._lease is not None:
+            self._lease.release()

@@ -28,6 +28,7 @@ from ..group.channels import VALUES
 from ..group.pending import Pending
 from ..wire.interface import Send
 from .call import Call
+from .canonical import CanonicalRows
 from .header import Header, Longs, shares
 from .rows import Rows
 from .stream import (
@@ -181,7 +182,7 @@ class SparseReduceScatter:
 
     union: kernels.Union
 
-    def __init__(self, call: Call, rows: Rows, bounds: Sequence[int]) -> None:
+    def __init__(self, call: Call, rows: CanonicalRows, bounds: Sequence[int]) -> None:
         """
         Args:
             call: the call this is for.
@@ -272,7 +273,7 @@ class SparseReduceScatter:
 
 
 def reduce_to_owners(
-    rows: Rows, call: Call, bounds: Sequence[int], made: Call | None = None
+    rows: CanonicalRows, call: Call, bounds: Sequence[int], made: Call | None = None
 ) -> Rows:
     """Send all rows to their owners; the sums of the indices that this rank owns.
 

@@ -15,6 +15,7 @@ from .rows import Rows
 
 if TYPE_CHECKING:
     from .call import Call
+    from .canonical import CanonicalRows
 
 ALONE = "alone"
 """What "runs" where the group is one rank."""
@@ -22,7 +23,7 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
-Algorithm = Callable[[Rows, "Call"], Rows]
+Algorithm = Callable[["CanonicalRows", "Call"], Rows]
 """One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
 
 ALGORITHMS: dict[str, Algorithm] = {}

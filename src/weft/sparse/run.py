@@ -20,13 +20,14 @@ import torch
 from .. import kernels
 from ..base.devices import current, on_host
 from ..base.errors import check
+from ..base.memory import Pool
 from ..base.tensors import dtype_in, shape_in
 from ..call.attempt import confess, preparing
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening, opened
 from ..group.group import Group
 from .call import Call, partial_dtype, row_bytes
-from .canonical import canonical
+from .canonical import CanonicalRows
 from .choose import Line, chosen, is_eager
 from .explanation import Explanation
 from .guard import guarded
@@ -42,14 +43,14 @@ from .sizes import Sizes
 @contextmanager
 def begun(
     group: Group, request: Request, name: str, *, looks: bool = False
-) -> Iterator[tuple[Rows, Call]]:
+) -> Iterator[tuple[CanonicalRows, Call]]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
         group: the ranks that take part.
         request: the arguments on this rank.
         name: of the call.
-        looks: only say where rows lie: their values are not needed.
+        looks: exchange headers only, even if the rows would fit in the opening exchange.
 
     Yields:
         This rank's rows, canonical if they are to be combined, and the call. Both are good in this
@@ -62,9 +63,8 @@ def begun(
             check(on_device.refusal)
             if not on_host(request.rows.indices):
                 request.look()  # which waited until weft's stream is current
-            rows = Rows(request.distinct.indices, request.rows.values)
-            if not looks:
-                rows = canonical(request, on_device.memory, leases)
+            rows = _canonical(request, on_device.memory)
+            leases.callback(rows.release)
             header = _header(group, on_device, request, rows, eager=may_be_eager)
             body = header.pack()
         fields = {"device": on_device.route, **request.fields}
@@ -72,7 +72,7 @@ def begun(
             # from here on every rank knows the same of the call
             if not len(rows):
                 request = _informed(request, opening)
-                rows = replace(request.rows, values=request.rows.values.to(request.dtype))
+                rows = _canonical(request, on_device.memory)
             known = header if header.total else None
             unpack = partial(Header.unpack, moves=request.moves)
             headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
@@ -86,6 +86,15 @@ def begun(
             yield rows, call
 
 
+def _canonical(request: Request, memory: Pool) -> CanonicalRows:
+    """This rank's rows as an algorithm gets them; rows that only move stay in their order."""
+    rows = request.rows
+    distinct = request.distinct
+    if request.moves or not len(rows):
+        distinct = kernels.Distinct(rows.indices.contiguous(), None, None)
+    return CanonicalRows(rows, distinct, request.op, request.dtype, memory)
+
+
 def _may_be_eager(group: Group, request: Request) -> bool:
     """Whether this rank's rows may travel in the opening exchange, if they fit."""
     if group.size == 1:
@@ -95,9 +104,11 @@ def _may_be_eager(group: Group, request: Request) -> bool:
     return request.moves or request.algorithm == "auto"
 
 
-def _header(group: Group, on_device: Group, request: Request, rows: Rows, *, eager: bool) -> Header:
+def _header(
+    group: Group, on_device: Group, request: Request, rows: CanonicalRows, *, eager: bool
+) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
-    row = row_bytes(tuple(rows.row_shape), request.dtype)
+    row = row_bytes(tuple(request.rows.row_shape), request.dtype)
     carries = eager and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     header = Header.of(
         rows.indices,
@@ -215,7 +226,7 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    algorithm: Callable[[Rows, Call], tuple[Line, Rows]],
+    algorithm: Callable[[CanonicalRows, Call], tuple[Line, Rows]],
     *,
     apart: bool = False,
 ) -> tuple[Rows, Record]:
@@ -258,7 +269,7 @@ def performed(
 def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
     """Run one sparse all-reduce; collective."""
 
-    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         line = _line(request, call)
         if line.algorithm == ALONE:
             return line, _alone(rows, call)
@@ -302,7 +313,7 @@ def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:
     return result
 
 
-def _alone(rows: Rows, call: Call) -> Rows:
+def _alone(rows: CanonicalRows, call: Call) -> Rows:
     result = call.result_at(rows.indices)
     result.values.copy_(rows.values)
     return result

@@ -20,12 +20,13 @@ from torch import Tensor
 from ... import kernels
 from ...base.memory import typed
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..registry import algorithm
 from ..rows import Rows
 
 
 @algorithm
-def doubling(rows: Rows, call: Call) -> Rows:
+def doubling(rows: CanonicalRows, call: Call) -> Rows:
     group = call.group
     rank = group.rank
     core = 1 << (group.size.bit_length() - 1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...base.memory import typed
 from ...group.channels import VALUES
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..registry import algorithm
 from ..rows import Rows
 from ..stream import (
@@ -36,7 +37,7 @@ from ..stream import (
 
 
 @algorithm
-def gather(rows: Rows, call: Call) -> Rows:
+def gather(rows: CanonicalRows, call: Call) -> Rows:
     group = call.group
     incoming = call.incoming
 

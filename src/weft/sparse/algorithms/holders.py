@@ -45,6 +45,7 @@ from ...group.pending import Pending
 from ...kernels import Shares
 from ...wire.interface import Lease
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..header import Longs
 from ..registry import algorithm
 from ..relay import Relay, relay_rows
@@ -62,7 +63,7 @@ from ..stream import (
 
 
 @algorithm
-def holders(own: Rows, call: Call) -> Rows:
+def holders(own: CanonicalRows, call: Call) -> Rows:
     # to all: index lists
     indices = own.indices.to(call.wire_index)
     lists = send_list_to_all(call, indices)
@@ -89,7 +90,9 @@ def _union_and_shares(call: Call, runs: Sequence[Tensor]) -> tuple[kernels.Union
     return union, kernels.shares(union.slots, total, weights(union.slots, total))
 
 
-def _move_values(call: Call, own: Rows, union: kernels.Union, shares: Shares, out: Tensor) -> None:
+def _move_values(
+    call: Call, own: CanonicalRows, union: kernels.Union, shares: Shares, out: Tensor
+) -> None:
     """Send rows to those who sum them, and all sums to all."""
     me = call.group.rank
     at_once = call.sizes.staying
@@ -139,7 +142,7 @@ def _gather_at_once(
 
 
 @contextmanager
-def _sent(call: Call, own: Rows, dealt: Sequence[Tensor]) -> Iterator[None]:
+def _sent(call: Call, own: CanonicalRows, dealt: Sequence[Tensor]) -> Iterator[None]:
     """Send each peer the rows that it was dealt, which it sums; at the end wait for that.
 
     They are copied together, since a message is one piece of memory.
@@ -154,7 +157,7 @@ def _sent(call: Call, own: Rows, dealt: Sequence[Tensor]) -> Iterator[None]:
             lease = call.group.lease(len(rows) * call.sizes.row)
             leases.append(lease)
             values = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
-            torch.index_select(own.values, 0, rows, out=values)
+            own.take(rows, values)
             under_way += send_rows(call, peer, values)
     yield
     wait_all(under_way)
@@ -166,7 +169,7 @@ class _Sums:
     """The rows that this rank sums, chunk by chunk, from the rows of all ranks in rank order."""
 
     def __init__(
-        self, call: Call, own: Rows, slots: Sequence[Tensor], shares: Shares, step: int
+        self, call: Call, own: CanonicalRows, slots: Sequence[Tensor], shares: Shares, step: int
     ) -> None:
         """
         Args:
@@ -178,7 +181,7 @@ class _Sums:
         """
         self._call = call
         self._incoming = call.incoming
-        self._own = own.values
+        self._own = own
         self._slots = slots
         self._shares = shares
         self._step = step
@@ -196,7 +199,7 @@ class _Sums:
             rows, places = kernels.pick(self._slots[rank], self._shares, rank, group.rank)
             if rank == group.rank:
                 self._rows = rows
-                source = _rows_at(rows, self._own)
+                source = _rows_at(self._call, self._own, rows)
             else:
                 inflow = Inflow(self._incoming, rank, len(rows)).start()
                 self._inflows.append(inflow)
@@ -217,7 +220,7 @@ class _Sums:
         if not self._direct and not (is_alone and self._incoming.dtype == call.dtype):
             sums = typed(self._lease.tensor, tuple(out.shape), call.partial)
         if is_alone:  # nothing is added, so nothing has to be widened
-            torch.index_select(self._own, 0, self._rows[first : first + len(out)], out=sums)
+            self._own.take(self._rows[first : first + len(out)], sums)
             call.finish(sums, out)
             return
         for places, source, bounds in self._runs:
@@ -234,13 +237,20 @@ class _Sums:
             inflow.release()
 
 
-def _rows_at(positions: Tensor, values: Tensor) -> Source:
+def _rows_at(call: Call, own: CanonicalRows, positions: Tensor) -> Source:
     """This rank's own rows at some positions, as a source.
 
     A function and no method of `_Sums`, which holds it: that would be a circle of references, and
     the memory of a call would be kept until the garbage collector runs.
     """
-    return lambda start, stop: (values[positions[start:stop]],)
+
+    def pieces(start: int, stop: int) -> Iterator[Tensor]:
+        shape = stop - start, *call.row_shape
+        piece = torch.empty(shape, dtype=call.incoming.dtype, device=call.device)
+        own.take(positions[start:stop], piece)
+        yield piece
+
+    return pieces
 
 
 _SAMPLE = (512, 1024)  # places looked at: for many ranks, for few

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from ...base.memory import typed
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..choose import between_hosts
 from ..owners import SparseReduceScatter, balanced_bounds, reduce_to_owners
 from ..registry import ALGORITHMS, algorithm
@@ -46,13 +47,13 @@ from ..stream import Share
 
 
 @algorithm
-def split(rows: Rows, call: Call) -> Rows:
+def split(rows: CanonicalRows, call: Call) -> Rows:
     if call.sizes.begins_in_hosts:
         return _summed_by_hosts(rows, call)
     return _summed_by_all(rows, call)
 
 
-def _summed_by_all(rows: Rows, call: Call) -> Rows:
+def _summed_by_all(rows: CanonicalRows, call: Call) -> Rows:
     bounds = balanced_bounds(call.header, call.group.size)
     scatter = SparseReduceScatter(call, rows, bounds)
     share = Share(call)
@@ -75,7 +76,7 @@ def _summed_by_all(rows: Rows, call: Call) -> Rows:
     return result
 
 
-def _summed_by_hosts(rows: Rows, call: Call) -> Rows:
+def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
     group = call.group
     hosts, places = call.sizes.ranks_of_hosts, call.sizes.places_of_hosts
     host = next(ranks for ranks in hosts if group.rank in ranks)
@@ -100,7 +101,7 @@ def _summed_by_hosts(rows: Rows, call: Call) -> Rows:
             line, sizes = between_hosts(call.sizes)
             header = call.header.within(bounds[place], bounds[place + 1])
             among = call.among(of_place, sizes, header, place=share.place, ready=share.send)
-            ALGORITHMS[line.algorithm](sums, among)
+            ALGORITHMS[line.algorithm](CanonicalRows.of(sums, group.memory), among)
         else:
             share.place(sums.indices)
 

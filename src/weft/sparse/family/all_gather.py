@@ -29,6 +29,7 @@ from ...group import default
 from ...group.channels import LISTS, VALUES
 from ...group.worker import Work
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..choose import Line
 from ..forms import Form
 from ..request import Request
@@ -130,7 +131,7 @@ def sparse_all_gather(
     group = default.resolve(group)
     counts: list[int] = []
 
-    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         counts.extend(call.counts)
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
@@ -147,7 +148,7 @@ def sparse_all_gather(
     return call.start()
 
 
-def concatenated(own: Rows, call: Call, counts: Sequence[int]) -> Rows:
+def concatenated(own: CanonicalRows, call: Call, counts: Sequence[int]) -> Rows:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     group = call.group
     part = consecutive(counts)  # of each rank

@@ -18,6 +18,7 @@ from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...group import default
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..choose import Line
 from ..request import NOTHING, Request
 from ..rows import Rows
@@ -78,7 +79,7 @@ def sparse_broadcast(
     here = group.rank == src
     forms: list[str] = []
 
-    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         forms.append(call.fields["form"])
         if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
             call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))

@@ -17,6 +17,7 @@ from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..choose import Line
 from ..forms import Form, Reduction
 from ..request import Request
@@ -97,7 +98,7 @@ def sparse_reduce(
     dst = root_in(group_dst, group.size)
     here = group.rank == dst
 
-    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         end = call.header.highest + 1
         all_his = [0] * (dst + 1) + [end] * (group.size - dst)
         return sibling(call, "direct"), sums_in(all_his, rows, call)

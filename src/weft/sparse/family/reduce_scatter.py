@@ -22,6 +22,7 @@ from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
 from ..call import Call
+from ..canonical import CanonicalRows
 from ..choose import Line
 from ..forms import Form, Reduction
 from ..header import Header, all_with_points
@@ -107,7 +108,7 @@ def sparse_reduce_scatter(
     group = default.resolve(group)
     bounds: list[int] = []
 
-    def algorithm(rows: Rows, call: Call) -> tuple[Line, Rows]:
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         bounds.extend(chosen or _balanced(call))
         return sibling(call, "reduce_scatter"), sums_in(bounds, rows, call)
 
@@ -139,7 +140,7 @@ def _take_ranges(
     return chosen
 
 
-def sums_in(bounds: Sequence[int], rows: Rows, call: Call) -> Rows:
+def sums_in(bounds: Sequence[int], rows: CanonicalRows, call: Call) -> Rows:
     """The sums of the indices that this rank owns: see `SparseReduceScatter`; collective."""
     if call.rows_of_all is None:
         return reduce_to_owners(rows, call, bounds)
