@@ -72,6 +72,9 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
         check(wrong_root("group_src", root, group_src, group.size))
 
     def job() -> None:
+        with preparing(group, _NAME):
+            for each in found.values():
+                check(group.on(each.device).refusal)
         with torch.no_grad():
             with agreed(group, _NAME, {"group_src": root}, digest=digest(manifest)) as said:
                 pass
