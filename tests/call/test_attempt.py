@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -154,3 +156,35 @@ def test_an_asynchronous_call_that_is_wrong_does_not_wait_for_the_others(group, 
         work.wait()
     assert weft.all_reduce(torch.ones(1)).item() == 2
     other.close()
+
+
+class Slow:
+    """A value that is looked at for longer than the others wait."""
+
+    def __init__(self, lost):
+        self.lost = lost
+
+    def __bool__(self):
+        return self.lost.wait(60.0)
+
+
+@spmd(2, on=("threads",), timeout=1.0)
+def test_who_looks_at_arguments_for_long_is_not_called_outside_weft(group):
+    if group.rank == 0:
+        with pytest.raises(weft.WireError, match=r"prepares the arguments of exchange"):
+            weft.exchange(torch.ones(2), [None] * 2)
+    else:
+        lost = threading.Event()
+        watcher = threading.Thread(target=until_lost, args=(group, lost))
+        watcher.start()
+        with pytest.raises(weft.WireError):
+            weft.exchange(torch.ones(2), [None] * 2, async_op=Slow(lost)).wait()
+        watcher.join()
+
+
+def until_lost(group, lost):
+    while not lost.wait(0.05):
+        try:
+            group.check()
+        except weft.WireError:
+            lost.set()

@@ -305,11 +305,11 @@ def test_it_tells_where_it_is(peers):
     three.say(1, ask=3)
     here = three.hear(1)["here"]
     calls, doing, awaits, seconds, raised, at, awaited, entered, *rest = here
-    opens, history, elsewhere = rest
+    opens, history, elsewhere, prepares = rest
     assert (calls, doing, awaits, raised, awaited) == (7, "barrier", None, "", [])
     assert seconds >= 0 and ":" in at
     assert history == [list(each) for each in HISTORY]
-    assert (entered, opens, elsewhere) == (history[-1], False, "")
+    assert (entered, opens, elsewhere, prepares) == (history[-1], False, "", "")
     three.watch.begin(Wait(2))
     three.say(1, ask=4)
     heard = three.hear(1)
@@ -763,7 +763,7 @@ def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
         calls, doing, awaits, _, raised, at, awaited, entered, *rest = three.hear(1)["bye"]
         assert (calls, doing, awaits, raised, at, awaited) == (7, "barrier", None, "", "", [])
         history = [list(each) for each in HISTORY]
-        assert (entered, rest) == (history[-1], [False, history, ""])
+        assert (entered, rest) == (history[-1], [False, history, "", ""])
         assert three.hear(1) == {}, "the socket is closed"
 
 

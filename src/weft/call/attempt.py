@@ -130,6 +130,7 @@ class preparing:  # as it reads: with preparing(group, name) as call
         self._trouble: Exception | None = None  # of an asynchronous call, not yet told
 
     def __enter__(self) -> Self:
+        self._group.worker.prepares = self._name  # for who asks meanwhile where this rank is
         try:
             refuse_tracing(self._name)
         except WeftError as error:
@@ -137,6 +138,7 @@ class preparing:  # as it reads: with preparing(group, name) as call
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        self._group.worker.prepares = ""
         if not isinstance(error, Exception) or isinstance(error, WireError):
             return False
         if self.is_async:

@@ -78,13 +78,14 @@ class Progress(NamedTuple):
     Attributes:
         calls: how many calls it has started.
         doing: the name of the one that runs, or "".
-        entered, elsewhere: as for a `Place`.
+        entered, elsewhere, prepares: as for a `Place`.
     """
 
     calls: int = 0
     doing: str = ""
     entered: Entered | None = None
     elsewhere: str = ""
+    prepares: str = ""
 
 
 class Wait(Protocol):
@@ -631,6 +632,7 @@ class Detector:
             opens=opens,
             history=history,
             elsewhere=progress.elsewhere if is_outside and self._thread is None else "",
+            prepares=progress.prepares if is_outside else "",
         )
 
     def _last_place(self) -> Place:

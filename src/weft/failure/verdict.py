@@ -77,6 +77,7 @@ class Place:
         seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
         raised: the error that it raised since then, outside any call or as it left; or "".
         elsewhere: where it is on another group, as a clause, if it is outside of any call; or "".
+        prepares: the call whose arguments it looks at, before its turn; or "".
         at: where its program stands, as "file:line in function", or "".
         awaited: all ranks that it so waits for, `awaits` among them; a few of them, if many.
         entered: the call that it is in, once it has come to that; None: it has come to none.
@@ -96,6 +97,7 @@ class Place:
     opens: bool = False
     history: tuple[Entered, ...] = ()
     elsewhere: str = ""
+    prepares: str = ""
 
     @classmethod
     def of(cls, values: list[Any]) -> Place:
@@ -125,6 +127,8 @@ class Place:
             return f"is {where} and has waited for rank {self.awaits} for {self.seconds:.1f} s{at}"
         if self.doing:
             return f"is in {self.call} and waits for nobody{at}"
+        if self.prepares:
+            return f"prepares the arguments of {self.prepares}{at}"
         if self.elsewhere:
             return f"is {self.elsewhere}{at}"
         return f"has been outside weft for {self.seconds:.1f} s{after(self.raised)}{at}"

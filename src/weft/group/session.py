@@ -512,7 +512,7 @@ class Session:
         """How far this rank is in its program; any thread."""
         worker = self.worker
         elsewhere = "" if worker.doing else self._elsewhere()
-        return Progress(worker.calls, worker.doing, worker.entered, elsewhere)
+        return Progress(worker.calls, worker.doing, worker.entered, elsewhere, worker.prepares)
 
     def _elsewhere(self) -> str:
         """In which call of another group this process is, as a clause; "": in none."""

@@ -94,6 +94,7 @@ class Worker:
         made: how many calls were started or queued.
         doing: the name of the call that runs, "" between calls.
         now: the record of that call, or None.
+        prepares: the name of a call whose arguments are looked at, before its turn; or "".
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
         history: the last calls that this rank has come to.
 
@@ -115,6 +116,7 @@ class Worker:
         self.calls = 0
         self.made = 0
         self.doing = ""
+        self.prepares = ""
         self.now: CallStats | None = None
         self.entered: Entered | None = None
         self.history: tuple[Entered, ...] = ()
