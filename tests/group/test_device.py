@@ -170,8 +170,16 @@ REFUSED_CALLS = [
     lambda x, group: weft.all_reduce(x, group=group),
     lambda x, group: weft.all_to_all([x] * group.size, group=group),
     lambda x, group: weft.sync_params(torch.nn.ParameterList([x]), group=group),
+    lambda x, group: weft.sync_grads(with_gradient(x), group=group),
     lambda x, group: weft.nn.SumReduce(weft.Partition((group.size, 1), group=group), 0)(x),
 ]
+
+
+def with_gradient(x):
+    """A module of one parameter, which has a gradient."""
+    module = torch.nn.ParameterList([x])
+    module[0].grad = torch.ones_like(x)
+    return module
 
 
 def nobody_carries(group):

@@ -45,6 +45,12 @@ def reduce_dense(
     in_buckets(group, tensors, lambda over, flat: dense_all_reduce(over, flat, op), wire_dtype)
 
 
+def refusal_of(group: Group, tensors: Iterable[Tensor]) -> str | None:
+    """Why nobody carries one of these tensors, which is told before any are sent; or None."""
+    refusals = (group.on(device).refusal for device in {each.device for each in tensors})
+    return next(filter(None, refusals), None)
+
+
 def in_buckets(
     group: Group,
     tensors: Iterable[Tensor],

@@ -25,7 +25,7 @@ from ..kernels.ops import DTYPES
 from ..schedules import dense
 from ..sparse.api import job_of
 from ..sparse.request import outside, wrong_wire_dtype
-from .buckets import reduce_dense
+from .buckets import reduce_dense, refusal_of
 from .named import (
     digest,
     local,
@@ -159,7 +159,7 @@ class Synchronised:
         states = {name: _state(gradients.get(name)) for name in self.of}
         wrong = itertools.starmap(self._wrong, gradients.items())
         with preparing(self.group, NAME):
-            check(next(filter(None, wrong), None))
+            check(next(filter(None, wrong), None) or refusal_of(self.group, self.of.values()))
         with agreed(
             self.group,
             NAME,

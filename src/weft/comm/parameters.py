@@ -29,7 +29,7 @@ from ..group.channels import PARAMETERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
-from .buckets import in_buckets
+from .buckets import in_buckets, refusal_of
 from .named import digest, local, of_module, raise_difference
 
 _NAME = "sync_params"
@@ -73,8 +73,7 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
 
     def job() -> None:
         with preparing(group, _NAME):
-            for each in found.values():
-                check(group.on(each.device).refusal)
+            check(refusal_of(group, found.values()))
         with torch.no_grad():
             with agreed(group, _NAME, {"group_src": root}, digest=digest(manifest)) as said:
                 pass
