@@ -598,7 +598,11 @@ def heard(group: weft.Group, name: str, is_async: bool) -> Found:
             if group.rank == CULPRIT:
                 arguments[argument] = make()
             with in_case(argument, number):
-                found[argument, number] = told(call, arguments)
+                if is_async and name in CALLS:  # it does not wait for the others to tell them
+                    work = (call.made or call.function)(**arguments)
+                    found[argument, number] = told(work.wait, {})
+                else:
+                    found[argument, number] = told(call, arguments)
                 assert weft.all_reduce(torch.ones(1)).item() == group.size
     return found
 
