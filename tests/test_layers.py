@@ -160,7 +160,6 @@ def test_a_circle_is_seen(house, line):
 # making an object is free
 
 SENDS = (
-    "agreed",
     "begin",
     "call",
     "confess",

@@ -81,8 +81,7 @@ def test_the_function_must_not_call_the_group(group):
 @spmd(3, limit=30.0)  # far below the deadline of the group
 def test_what_one_rank_raises_behind_the_opening_ends_the_group_at_once(group, error):
     def job():
-        with opened(group, "test", {}, None):
-            pass
+        opened(group, "test", {})
         if group.rank == 1:
             raise error
         group.all_gather_bytes(b"on", bytes)
@@ -100,8 +99,8 @@ def test_what_one_rank_raises_behind_the_opening_ends_the_group_at_once(group, e
 @spmd(3)
 def test_what_all_conclude_behind_the_opening_leaves_the_group(group):
     def job():
-        with opened(group, "test", {}, None):
-            raise conclusion("the ranks are three")
+        opened(group, "test", {})
+        raise conclusion("the ranks are three")
 
     with pytest.raises(weft.WeftError, match="the ranks are three"):
         group.worker.call("test", job)
@@ -111,13 +110,11 @@ def test_what_all_conclude_behind_the_opening_leaves_the_group(group):
 @spmd(3, 18, on=("threads",))
 def test_what_one_rank_raises_between_two_openings_all_raise(group):
     def job():
-        with opened(group, "first", {}, None):
-            pass
+        opened(group, "first", {})
         with preparing(group, "test"):
             if group.rank == 1:
                 raise MemoryError("no room")
-        with opened(group, "second", {}, None):
-            pass
+        opened(group, "second", {})
 
     with pytest.raises(weft.WeftError, match=r"^rank 1: MemoryError: no room$"):
         group.worker.call("test", job)

@@ -19,17 +19,16 @@ def number(*values):
 
 def fields_of(group, fields=(), error=None, name="test"):
     """What a call agrees on."""
-    with opened(group, name, dict(fields), error, number(0)) as opening:
-        return opening.fields
+    return opened(group, name, dict(fields), number(0), error=error).fields
 
 
 @spmd(1, 2, 3, 7, DIRECT, DIRECT + 1, 20, 32, 33, on=("threads",))
 def test_bodies_arrive_in_rank_order(group):
     for _ in range(2):
         body = bytes([group.rank])
-        with opened(group, "test", {"what": "same"}, None, body) as opening:
-            assert opening.read(bytes) == [bytes([rank]) for rank in range(group.size)]
-            assert opening.fields["what"] == "same"
+        opening = opened(group, "test", {"what": "same"}, body)
+        assert opening.read(bytes) == [bytes([rank]) for rank in range(group.size)]
+        assert opening.fields["what"] == "same"
 
 
 @spmd(DIRECT + 1, 24, 32, on=("threads",))
@@ -108,8 +107,7 @@ def test_the_largest_body(group):
     for is_long in ([True] * group.size, [rank % 5 == 1 for rank in range(group.size)]):
         lengths = [BODY if each else 1 for each in is_long]
         body = bytes([group.rank]) * lengths[group.rank]
-        with opened(group, "test", {}, None, body) as opening:
-            heard = opening.read(bytes)
+        heard = opened(group, "test", {}, body).read(bytes)
         assert [len(each) for each in heard] == lengths
         assert [each[-1] for each in heard] == [*range(group.size)]
 
@@ -117,13 +115,13 @@ def test_the_largest_body(group):
 @spmd(1, 3, 18)
 def test_what_is_said_in_private_comes_to_whom_it_is_for(group):
     said = [[b"%d to " % group.rank, b"%d" % to * to] for to in range(group.size)]
-    with opened(group, "test", {}, None, b"all", private=said) as opening:
-        assert opening.read(bytes) == [b"all"] * group.size
-        for source, heard in enumerate(opening.private):
-            mine = b""
-            if source != group.rank:
-                mine = b"%d to " % source + b"%d" % group.rank * group.rank
-            assert bytes(heard) == mine
+    opening = opened(group, "test", {}, b"all", private=said)
+    assert opening.read(bytes) == [b"all"] * group.size
+    for source, heard in enumerate(opening.private):
+        mine = b""
+        if source != group.rank:
+            mine = b"%d to " % source + b"%d" % group.rank * group.rank
+        assert bytes(heard) == mine
 
 
 @spmd(2, on=("threads",))
@@ -154,8 +152,7 @@ def test_calls_of_some_ranks_are_counted_by_all_with_the_next_of_all(group):
     for count in (4, 5):
 
         def number_of():
-            with opened(group, "test", {}, None, number(0)) as opening:
-                return opening.number
+            return opened(group, "test", {}, number(0)).number
 
         assert group.worker.call("test", number_of) == group.worker.calls == count
 

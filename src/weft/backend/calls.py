@@ -29,7 +29,7 @@ from ..base.tensors import (
     shares_elements,
     write,
 )
-from ..call.terms import agreed
+from ..call.opening import opened
 from ..comm.all_reduce import reduce_in_place
 from ..comm.gradients import index_outside
 from ..comm.named import wrong_gradient
@@ -94,11 +94,11 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
             own = own.clone()  # parts of others would be written before it is sent
         goes_along = own.nbytes <= most_to_all(group)
         told = memory_of(own) if goes_along else b""
-        with agreed(group, "all_gather_single", fields, own=told) as said:
-            if goes_along:
-                for part, theirs in zip(parts, said.own(own.nbytes), strict=True):
-                    memory_of(part)[:] = theirs
-        if not goes_along:
+        opening = opened(group, "all_gather_single", fields, told)
+        if goes_along:
+            for part, theirs in zip(parts, opening.bodies(own.nbytes), strict=True):
+                memory_of(part)[:] = theirs
+        else:
             peers = group.peers
             moved(_of_host(group), dict.fromkeys(peers, own), {peer: parts[peer] for peer in peers})
             if not is_there:
@@ -126,12 +126,12 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
         result = torch.empty_like(parts[group.rank])  # `out` may lie in what is still to be sent
         goes_along = whole.nbytes <= most_to_all(group)
         told = memory_of(own) if goes_along else b""
-        with agreed(group, "reduce_scatter_single", fields, own=told) as said:
-            if goes_along and len(result):
-                start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
-                theirs = [each[start:stop] for each in said.own(whole.nbytes)]
-                terms = [torch.frombuffer(each, dtype=result.dtype) for each in theirs]
-                dense.reduce(terms, op, result)
+        opening = opened(group, "reduce_scatter_single", fields, told)
+        if goes_along and len(result):
+            start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
+            theirs = [each[start:stop] for each in opening.bodies(whole.nbytes)]
+            terms = [torch.frombuffer(each, dtype=result.dtype) for each in theirs]
+            dense.reduce(terms, op, result)
         if not goes_along:
             _reduce_in_chunks(group, parts, op, result)
         write(place, result.view(place.shape))

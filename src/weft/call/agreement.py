@@ -35,6 +35,17 @@ def agreed_fields(statements: Mapping[int, Statement]) -> dict[str, str]:
     return {name: next(iter(values), UNKNOWN) for name, values in holders.items()}
 
 
+def check_modes(call: str, statements: Mapping[int, Statement]) -> None:
+    """Raise WeftError if some ranks record gradients of a call, and others are under `no_grad`."""
+    recording = [rank for rank, each in statements.items() if each.records]
+    without = [rank for rank, each in statements.items() if not each.enabled]
+    if recording and without:
+        raise conclusion(
+            f"rank {recording[0]} records gradients of {call}, rank {without[0]} is under "
+            "torch.no_grad(): call it under the same mode on every rank"
+        )
+
+
 def _difference(
     name: str, values: Mapping[str, Sequence[int]], statements: Mapping[int, Statement]
 ) -> str:

@@ -95,8 +95,7 @@ def confess(
     elif trouble is not None:
         lacking = in_words(trouble)
     try:
-        with opened(group, call, {}, lacking):
-            pass
+        opened(group, call, {}, error=lacking)
     except WeftError as error:
         raise error from trouble
 

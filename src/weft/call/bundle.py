@@ -110,7 +110,6 @@ def _swapped(group: Group, peer: int, message: bytearray) -> bytearray:
     while start <= max(len(message), len(heard)):
         telling = group.tell(message[start : start + CAP], CAP, to=[peer])
         heard += telling.wait()[peer > group.rank]  # both are told, in rank order
-        telling.release()
         start += CAP
     return heard
 

@@ -115,10 +115,10 @@ def handshake(
             gradient, and another does not record any.
         WireError: a peer or a link failed.
     """
-    with opened(among(group, ranks), call, fields, None, operand.pack()) as opening:
-        operands = dict(zip(ranks, opening.read(Operand.unpack), strict=True))
-        unknown = opening.fields["dtype"] == UNKNOWN
-        dtype = None if unknown else opening.field("dtype", dtype_in)
+    opening = opened(among(group, ranks), call, fields, operand.pack())
+    operands = dict(zip(ranks, opening.read(Operand.unpack), strict=True))
+    unknown = opening.fields["dtype"] == UNKNOWN
+    dtype = None if unknown else opening.field("dtype", dtype_in)
     asks = [group.rank_in_errors(rank) for rank, each in operands.items() if each.needs]
     deaf = [group.rank_in_errors(rank) for rank, each in operands.items() if not each.records]
     if asks and deaf:

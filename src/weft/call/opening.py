@@ -5,7 +5,8 @@ a *statement* that every rank makes to every rank (`statement`), and from the sa
 rank draws the same conclusion. Step by step (`opened`):
 
 1. The rank writes its statement: the fingerprint of the call (`fingerprint`), which all must have
-   equal, the error that its caller made, if any, and a body of the call's own.
+   equal, the error that its caller made, if any, the state of autograd (`mode`), a digest of what
+   may differ, and a body of the call's own.
 2. It notes that it has come to this call: from here on others that ask where it is are told so.
 3. It tells its statement, and hears the others' (`Group.tell`): up to `DIRECT` ranks each tells all
    others, in one round, those of its host by one message, which all of these read (a *meeting*);
@@ -15,8 +16,9 @@ rank draws the same conclusion. Step by step (`opened`):
    error that names the rank that sent them. A statement among other ranks than these, such as that
    of a rank in a call of a subset, ends it with both calls in the error: no later message of either
    would find its own.
-5. All ranks conclude alike (`agreement`): where some rank told an error, or fingerprints differ,
-   all raise the same text, and the next call works. Else all go on.
+5. All ranks conclude alike (`agreement`): where some rank told an error, fingerprints differ, or
+   some ranks record gradients and others are under `torch.no_grad()`, all raise the same text, and
+   the next call works. Else all go on.
 
 Beside its statement a rank may tell each other rank something that is for that one alone, *in
 private*, on which nothing may be decided but between those two. Of many ranks that takes a round
@@ -25,19 +27,21 @@ of its own, after the conclusion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from ..base.arguments import in_words
 from ..base.memory import tensor_of
 from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
-from .agreement import agreed_fields
+from .agreement import agreed_fields, check_modes
 from .bundle import statements_in, statements_of_all
-from .fingerprint import encoded, fingerprint
+from .fingerprint import Fields, encoded, fingerprint
+from .mode import PLAIN, Mode
 from .statement import (
     BODY,
     CAP,
@@ -63,11 +67,15 @@ class Opening:
     Attributes:
         number: of the call, on the rank that has made most.
         fields: the agreed fingerprint; a field that some ranks did not know has the others' value.
+        records: whether some rank records gradients; then all take part in backward.
+        equal: whether all digests are equal.
         private: what each rank said to this one alone, in rank order; of itself nothing.
     """
 
     number: int
     fields: dict[str, str]
+    records: bool
+    equal: bool
     private: list[memoryview]
     _group: Group
     _statements: list[Statement]
@@ -89,6 +97,19 @@ class Opening:
                 found.append(group.decode(rank, "a statement", decode, each.body, *given))
         return found
 
+    def bodies(self, nbytes: int) -> list[memoryview]:
+        """The body of each rank, in rank order.
+
+        Raises:
+            WireError: that of a rank is not of `nbytes`.
+        """
+        return self.read(_of_length, nbytes)
+
+    def mask(self, nbytes: int) -> list[int]:
+        """The bodies of all ranks, combined by bitwise "or"; raises as `bodies`."""
+        masks = [np.frombuffer(each, np.uint8) for each in self.bodies(nbytes)]
+        return cast(list[int], np.bitwise_or.reduce(masks).tolist())
+
     def field(self, name: str, decode: Callable[[str], T]) -> T:
         """The value of a field that some rank knows; others learn it from that one.
 
@@ -100,26 +121,29 @@ class Opening:
         return self._group.decode(first, f"the field {name!r}", decode, pair[1])
 
 
-@contextmanager
 def opened(
     group: Group,
     call: str,
     fields: Mapping[str, object],
-    error: str | None,
     body: Bytes = b"",
     *,
+    error: str | None = None,
+    mode: Mode = PLAIN,
+    digest: int = 0,
     watch: Callable[[Awaited], object] | None = None,
     private: Sequence[Private] | None = None,
-) -> Iterator[Opening]:
-    """Open a call; collective. What is read of the others' statements is valid in this block.
+) -> Opening:
+    """Open a call; collective.
 
     Args:
         group: among whom.
         call: name of the call; ranks in different calls are told so.
         fields: what must be equal on all ranks, by name; None says that this rank does not know.
-        error: what this rank's caller did wrong, in a sentence without the rank.
         body: what the call says of its own, at most `BODY` bytes. All ranks hear all bodies: so
             what has more than `room` bytes goes better by an exchange of its own.
+        error: what this rank's caller did wrong, in a sentence without the rank.
+        mode: of a differentiable call.
+        digest: an int64 to be compared with the others'.
         watch: is given the wait for something of each rank, which knows who has not come. Of many
             ranks that is for empty messages beside their statements.
         private: what to say to each rank, in rank order. With the body at most `BODY` bytes; so is
@@ -127,45 +151,46 @@ def opened(
             group.
 
     Raises:
-        WeftError: a rank stated an error, or fingerprints differ; the same text on every rank.
+        WeftError: a rank stated an error, or fingerprints or modes differ; the same text on every
+            rank.
         WireError: as every wait does; also where a peer sent something else than a statement.
         RuntimeError: the body is larger than a statement may be.
     """
-    mine = _statement(group, call, fields, error, memoryview(body), watched=watch is not None)
-    is_first = group.worker.enter(group.global_ranks, group.members, mine.fields)
-    telling = None
-    try:
-        if group.size == 1:
-            statements = [mine]
-        elif group.size <= DIRECT:
-            telling = _tell(group, mine, private, opens=is_first)
-            if watch is not None:
-                watch(telling)
-            statements = [
-                mine if peer == group.rank else statements_in(group, mine, peer, message)[0]
-                for peer, message in enumerate(telling.wait())
-            ]
-        else:
-            statements = statements_of_all(group, mine, watch)
-        opening = _concluded(group, statements)
-        if private is not None:
-            opening.private = _heard_in_private(group, statements, private)
-        yield opening
-    finally:
-        if telling is not None:
-            telling.release()
+    stated, text = _stated(group, call, fields, error)
+    mine = Statement(
+        group.rank,
+        group.worker.calls,
+        stated,
+        text,
+        memoryview(body),
+        watched=watch is not None,
+        records=mode.records,
+        enabled=mode.enabled,
+        digest=digest,
+    )
+    is_first = group.worker.enter(group.global_ranks, group.members, stated)
+    if group.size == 1:
+        statements = [mine]
+    elif group.size <= DIRECT:
+        telling = _tell(group, mine, private, opens=is_first)
+        if watch is not None:
+            watch(telling)
+        statements = [
+            mine if peer == group.rank else statements_in(group, mine, peer, message)[0]
+            for peer, message in enumerate(telling.wait())
+        ]
+    else:
+        statements = statements_of_all(group, mine, watch)
+    opening = _concluded(group, call, statements)
+    if private is not None:
+        opening.private = _heard_in_private(group, statements, private)
+    return opening
 
 
-def _statement(
-    group: Group,
-    call: str,
-    fields: Mapping[str, object],
-    error: str | None,
-    body: memoryview,
-    *,
-    watched: bool,
-) -> Statement:
-    """What this rank states; the arguments are those of `opened`."""
+def _stated(
+    group: Group, call: str, fields: Mapping[str, object], error: str | None
+) -> tuple[Fields, bytes]:
+    """The fingerprint that this rank states, and its error; the arguments are those of `opened`."""
     text = b""
     if error is None:
         try:
@@ -179,7 +204,7 @@ def _statement(
         stated = fingerprint(call, group.members, {})
         number = group.rank_in_errors(group.rank)
         text = f"rank {number}: {error}".encode(errors="backslashreplace")[:ERROR]
-    return Statement(group.rank, group.worker.calls, stated, text, body, watched)
+    return stated, text
 
 
 def _tell(
@@ -197,22 +222,36 @@ def _tell(
     return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
 
 
-def _concluded(group: Group, statements: list[Statement]) -> Opening:
+def _concluded(group: Group, call: str, statements: list[Statement]) -> Opening:
     """The conclusion from all ranks' statements; raises what every rank raises."""
     fields = statements[0].fields
-    are_alike = True
+    digest = statements[0].digest
+    are_alike = are_equal = are_enabled = True
+    records = False
     number = 0
     for each in statements:
         are_alike = are_alike and each.fields == fields and not each.error
+        are_equal = are_equal and each.digest == digest
+        are_enabled = are_enabled and each.enabled
+        records = records or each.records
         number = max(number, each.number)
     # a rank that calls of some of the ranks left out goes on from the others' number
     group.worker.calls = number
-    if are_alike:
+    if are_alike and (are_enabled or not records):
         known = dict(fields)
     else:
         numbers = map(group.rank_in_errors, range(group.size))
-        known = agreed_fields(dict(zip(numbers, statements, strict=True)))
-    return Opening(number, known, [], group, statements)
+        of_all = dict(zip(numbers, statements, strict=True))
+        known = agreed_fields(of_all)
+        check_modes(call, of_all)
+    return Opening(number, known, records, are_equal, [], group, statements)
+
+
+def _of_length(body: memoryview, nbytes: int) -> memoryview:
+    """A body as it is. Raises ValueError if it is not of so many bytes."""
+    if len(body) != nbytes:
+        raise ValueError(f"{len(body)} bytes for {nbytes}")
+    return body
 
 
 def _heard_in_private(

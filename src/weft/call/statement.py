@@ -35,9 +35,9 @@ ERROR = 5120
 LONGEST = 1152
 """Bytes that a fingerprint may have."""
 
-# magic; bytes of: text, error, body, what is said in private; number of the call; the rank; whether
-# it watches who has come
-_HEAD = struct.Struct("<4sIIIIQI?")
+# magic; bytes of: text, error, body, what is said in private; the rank; number of the call; whether
+# the rank watches who has come, records gradients, and has them enabled; the digest
+_HEAD = struct.Struct("<4sIIIIIQ???q")
 _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 
@@ -67,8 +67,10 @@ class Statement(NamedTuple):
         fields: the fingerprint of the call.
         error: of a caller, as it travels; empty: there is none.
         body: the call's own.
-        watched: whether the rank watches who has come.
         private: what is said to one rank or, as it travels in a meeting, to each.
+        watched: whether the rank watches who has come.
+        records, enabled: the state of autograd there, see `Mode`.
+        digest: of something that may differ, to be compared.
     """
 
     rank: int
@@ -76,8 +78,11 @@ class Statement(NamedTuple):
     fields: Fields
     error: bytes
     body: memoryview
-    watched: bool = False
     private: memoryview = _NOTHING
+    watched: bool = False
+    records: bool = False
+    enabled: bool = True
+    digest: int = 0
 
     @property
     def members(self) -> str:
@@ -110,9 +115,12 @@ class Statement(NamedTuple):
             len(self.error),
             own,
             more,
-            self.number,
             self.rank,
+            self.number,
             self.watched,
+            self.records,
+            self.enabled,
+            self.digest,
         )
         gap = bytes(-(len(head) + len(text) + len(self.error)) % _ALIGNED)
         rest = bytes(-own % _ALIGNED)
@@ -129,7 +137,7 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
     expected = encoded(like)
     begin = 0
     while begin < len(raw) or not found:
-        magic, text, error, body, private, number, rank, watched = _HEAD.unpack_from(raw, begin)
+        magic, text, error, body, private, rank, number, *rest = _HEAD.unpack_from(raw, begin)
         middle = begin + _HEAD.size + text
         end = middle + error
         start = end + -end % _ALIGNED
@@ -148,8 +156,8 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
             fields,
             bytes(raw[middle:end]),
             raw[start : start + body],
-            watched,
             raw[after : after + private],
+            *rest,
         )
         found.append(statement)
         begin = after + private + -private % _ALIGNED

@@ -24,7 +24,8 @@ from ..base.errors import check, entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
 from ..call.attempt import preparing
-from ..call.terms import Mode, Terms, agreed
+from ..call.mode import PLAIN, Mode
+from ..call.opening import Opening, opened
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
@@ -137,11 +138,11 @@ class Reduction(Linear):
             check(over.refusal)
             total = fresh(shape, given.dtype, given.device).copy_(given)
         fields = {"op": self.op, **self.fields, "shape": shape, "device": over.route}
-        said = reduce_in_place(self.group, self.name, fields, [total], self.op, mode=mode)
-        self.number = said.opening.number
-        if said.records and self.op in ("min", "max"):
+        opening = reduce_in_place(self.group, self.name, fields, [total], self.op, mode=mode)
+        self.number = opening.number
+        if opening.records and self.op in ("min", "max"):
             self.attains = (given == total) | (given.isnan() & total.isnan())
-        return [total], said.records
+        return [total], opening.records
 
 
 def reduce_in_place(
@@ -151,9 +152,9 @@ def reduce_in_place(
     tensors: Sequence[Tensor],
     op: str,
     *,
-    mode: Mode | None = None,
-) -> Terms:
-    """Open a call on the terms of `agreed`, and reduce tensors over all ranks; collective.
+    mode: Mode = PLAIN,
+) -> Opening:
+    """Open a call, and reduce tensors over all ranks; collective.
 
     Args:
         group, call, fields, mode: of the opening, in which the sizes of the tensors are
@@ -165,13 +166,13 @@ def reduce_in_place(
     nbytes = sum(tensor.nbytes for tensor in tensors)
     goes_along = nbytes <= most_to_all(group) and all(map(on_host, tensors))
     with preparing(group, call):  # there may be no memory
-        own = b"".join(map(memory_of, tensors)) if goes_along else b""
-    with agreed(group, call, fields, mode=mode, own=own) as said:
-        if goes_along:
-            _reduce_told(said.own(nbytes), tensors, op)
-            return said
-    reduce_dense(group, tensors, op)
-    return said
+        own = bytearray().join(map(memory_of, tensors)) if goes_along else b""
+    opening = opened(group, call, fields, own, mode=mode)
+    if goes_along:
+        _reduce_told(opening.bodies(nbytes), tensors, op)
+    else:
+        reduce_dense(group, tensors, op)
+    return opening
 
 
 def _reduce_told(told: Sequence[memoryview], tensors: Sequence[Tensor], op: str) -> None:

@@ -22,7 +22,8 @@ from ..base.errors import check, entry
 from ..base.memory import fresh, memory_of
 from ..base.tensors import Shape, wrong_dims
 from ..call.attempt import preparing
-from ..call.terms import Mode, agreed
+from ..call.mode import Mode
+from ..call.opening import opened
 from ..group import default
 from .differentiable import Linear, apply
 from .staging import most_to_each, moved, unsendable
@@ -110,24 +111,24 @@ class Scatter(Linear):
             told = [*map(_stated, tensors, eager)]
         told[group.rank] = b""
         private = [[each] for each in told]
-        with agreed(group, self.name, fields, mode=mode, private=private) as said:
-            self.number = said.opening.number
-            heard = said.opening.private
-            results = list(tensors)
-            results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
-            outgoing: dict[int, Tensor] = {}
-            incoming: dict[int, Tensor] = {}
-            for peer in group.peers:
-                shape, came = group.decode(peer, "a tensor", _read, heard[peer], like.dtype)
-                results[peer] = fresh(shape, like.dtype, like.device)
-                if came is None:
-                    incoming[peer] = results[peer]
-                else:
-                    results[peer].copy_(came)
-                if tensors[peer].nbytes > eager[peer]:
-                    outgoing[peer] = tensors[peer]
-            moved(over, outgoing, incoming)
-            return results, said.records
+        opening = opened(group, self.name, fields, mode=mode, private=private)
+        self.number = opening.number
+        heard = opening.private
+        results = list(tensors)
+        results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
+        outgoing: dict[int, Tensor] = {}
+        incoming: dict[int, Tensor] = {}
+        for peer in group.peers:
+            shape, came = group.decode(peer, "a tensor", _read, heard[peer], like.dtype)
+            results[peer] = fresh(shape, like.dtype, like.device)
+            if came is None:
+                incoming[peer] = results[peer]
+            else:
+                results[peer].copy_(came)
+            if tensors[peer].nbytes > eager[peer]:
+                outgoing[peer] = tensors[peer]
+        moved(over, outgoing, incoming)
+        return results, opening.records
 
 
 def _stated(tensor: Tensor, eager: int) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..base.arguments import is_duration, wrong_timeout
 from ..base.errors import Error, StillRunning, check, entry, names
 from ..call.attempt import preparing
-from ..call.terms import agreed
+from ..call.opening import opened
 from ..group import default
 from ..group.group import Group
 from ..group.pending import Awaited
@@ -110,8 +110,7 @@ class BarrierCall:
         """Wait for all ranks; run in the call's turn."""
         with preparing(self._group, "barrier"):
             check(self._wrong)
-        with agreed(self._group, "barrier", {}, watch=self._watch):
-            pass
+        opened(self._group, "barrier", {}, watch=self._watch)
 
     def _note(self, pending: Awaited) -> None:
         self._awaited = pending

@@ -23,7 +23,7 @@ from ..base.devices import Aside
 from ..base.errors import WeftError, entry
 from ..base.tensors import has_elements, lacking, plain
 from ..call.attempt import preparing
-from ..call.terms import Mode
+from ..call.mode import Mode
 from ..group.group import Group
 
 

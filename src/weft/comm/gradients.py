@@ -18,7 +18,8 @@ from ..base.arguments import shown
 from ..base.errors import WeftError, check, entry
 from ..base.tensors import mark_overwritten, shares_elements
 from ..call.attempt import preparing
-from ..call.terms import ROOM, agreed
+from ..call.opening import opened
+from ..call.statement import BODY
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import DTYPES
@@ -122,8 +123,8 @@ class Synchronised:
         self.of, self.manifest = of_module(module, buffers=False)
         if not isinstance(average, bool):
             raise WeftError(f"average is {shown(average)}: pass True or False")
-        if len(self.of) >= ROOM:
-            raise WeftError(f"{len(self.of)} parameters are too many for one call: below {ROOM}")
+        if len(self.of) >= BODY:
+            raise WeftError(f"{len(self.of)} parameters are too many for one call: below {BODY}")
         check(wrong_wire_dtype(wire_dtype))
         self._fields = {"average": average, "wire_dtype": str(wire_dtype)}
 
@@ -160,15 +161,10 @@ class Synchronised:
         wrong = itertools.starmap(self._wrong, gradients.items())
         with preparing(self.group, NAME):
             check(next(filter(None, wrong), None) or refusal_of(self.group, self.of.values()))
-        with agreed(
-            self.group,
-            NAME,
-            self._fields,
-            digest=digest(self.manifest),
-            own=bytes(states.values()),
-        ) as said:
-            if said.equal:
-                return dict(zip(self.of, said.mask(len(self.of)), strict=True))
+        body = bytes(states.values())
+        opening = opened(self.group, NAME, self._fields, body, digest=digest(self.manifest))
+        if opening.equal:
+            return dict(zip(self.of, opening.mask(len(body)), strict=True))
         raise_difference(self.group, NAME, self.manifest)
 
     def _wrong(self, name: str, gradient: Tensor) -> str | None:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..base.devices import on_host
 from ..base.errors import WeftError, check, conclusion
 from ..base.tensors import extent, shares_elements, unreadable
-from ..call.terms import Mode
+from ..call.mode import PLAIN
 from ..group.group import Group
 from .all_to_all import Scatter
 from .staging import unsendable
@@ -231,7 +231,7 @@ def raise_difference(group: Group, name: str, manifest: Manifest) -> NoReturn:
     """
     text = json.dumps(manifest).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, Mode())
+    texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, PLAIN)
     said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
     manifests = {group.rank_in_errors(rank): theirs for rank, theirs in enumerate(said)}
     raise conclusion(f"the modules differ: {_difference(manifests)}; nothing was changed")

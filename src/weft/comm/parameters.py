@@ -23,7 +23,7 @@ from ..base.devices import on_host
 from ..base.errors import check, entry
 from ..base.tensors import as_bytes, mark_overwritten, plain
 from ..call.attempt import preparing
-from ..call.terms import agreed
+from ..call.opening import opened
 from ..group import default
 from ..group.channels import PARAMETERS
 from ..group.group import Group
@@ -75,9 +75,8 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
         with preparing(group, _NAME):
             check(refusal_of(group, found.values()))
         with torch.no_grad():
-            with agreed(group, _NAME, {"group_src": root}, digest=digest(manifest)) as said:
-                pass
-            if not said.equal:
+            opening = opened(group, _NAME, {"group_src": root}, digest=digest(manifest))
+            if not opening.equal:
                 raise_difference(group, _NAME, manifest)
             _broadcast(group, root, found.values())
 

@@ -36,7 +36,7 @@ from ..base._torch import at_end_of_backward, backward_id, uncompiled
 from ..base.devices import Aside, Streams, on_host
 from ..base.errors import WeftError, WireError, check
 from ..call.attempt import preparing
-from ..call.terms import agreed
+from ..call.opening import opened
 from ..group.group import Group
 from ..group.worker import Work
 from ..sparse.api import job_of
@@ -276,5 +276,5 @@ def _meet(state: State) -> None:
     error, state.unlike = state.unlike, None
     with preparing(state.group, _END):
         check(error)
-    with agreed(state.group, _END, {}):
-        state.is_checked = True
+    opened(state.group, _END, {})
+    state.is_checked = True

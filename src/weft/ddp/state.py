@@ -15,7 +15,7 @@ from .. import kernels
 from ..base.devices import on_host
 from ..base.errors import check
 from ..call.attempt import preparing
-from ..call.terms import agreed
+from ..call.opening import opened
 from ..comm.buckets import reduce_dense
 from ..group import process_group
 from ..group.group import Group
@@ -157,7 +157,6 @@ def tell_of(group: Group, fields: dict[str, str], own: bytes = b"") -> list[int]
     """
 
     def job() -> list[int]:
-        with agreed(group, NAME, fields, own=own) as terms:
-            return terms.mask(len(own))
+        return opened(group, NAME, fields, own).mask(len(own))
 
     return group.worker.call(NAME, job)

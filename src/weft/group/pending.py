@@ -212,15 +212,17 @@ class Telling(Awaited):
         self._peers = peers
 
     def wait(self) -> list[memoryview]:
-        """Wait until all are here; what each tells, in rank order, this rank's own too.
-
-        Valid until `release()`.
+        """Wait until all are here; what each tells, in rank order, this rank's own too; once.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
         rank, message = self._own
-        told = dict(zip(self._peers, self.session.wait_for(self), strict=True))
+        try:
+            told = dict(zip(self._peers, self.session.wait_for(self), strict=True))
+        finally:
+            if self.pending.messages is not None:  # which were copied
+                self.session.release(self.pending.messages)
         told[rank] = memoryview(message)
         return [told[each] for each in sorted(told)]
 
@@ -235,11 +237,6 @@ class Telling(Awaited):
         """What is waited for, as a clause of an error."""
         peer = self.peer()
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
-
-    def release(self) -> None:
-        messages = self.pending.messages
-        if messages is not None:  # what was told in a meeting was copied
-            self.session.release(messages)
 
 
 class InBothWays:
@@ -261,7 +258,7 @@ class InBothWays:
         if self.meeting is not None:
             heard += map(memoryview, self.meeting.wait()[1:])
         if self.messages is not None:
-            heard += [message.numpy().data for message in self.messages.wait()]
+            heard += [memoryview(bytearray(message.numpy())) for message in self.messages.wait()]
         return heard
 
     def waiting_for(self) -> list[int]:

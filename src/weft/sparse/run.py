@@ -68,22 +68,22 @@ def begun(
             header = _header(group, on_device, request, rows, eager=may_be_eager)
             body = header.pack()
         fields = {"device": on_device.route, **request.fields}
-        with opened(group, name, fields, None, body) as opening:
-            # from here on every rank knows the same of the call
-            if not len(rows):
-                request = _informed(request, opening)
-                rows = _canonical(request, on_device.memory)
-            known = header if header.total else None
-            unpack = partial(Header.unpack, moves=request.moves)
-            headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-            call = _call_of(group, request, opening.fields, headers)
-            staying = not on_host(call.given.values)
-            if may_be_eager and not staying and is_eager(call.sizes, call.given.indices.itemsize):
-                call = replace(call, rows_of_all=_rows_of_all(group, headers))
-            elif group.size > 1:
-                fitted = suited(call.sizes, call.group, call.header.rate, staying=staying)
-                call = call.with_sizes(fitted)
-            yield rows, call
+        opening = opened(group, name, fields, body)
+        # from here on every rank knows the same of the call
+        if not len(rows):
+            request = _informed(request, opening)
+            rows = _canonical(request, on_device.memory)
+        known = header if header.total else None
+        unpack = partial(Header.unpack, moves=request.moves)
+        headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
+        call = _call_of(group, request, opening.fields, headers)
+        staying = not on_host(call.given.values)
+        if may_be_eager and not staying and is_eager(call.sizes, call.given.indices.itemsize):
+            call = replace(call, rows_of_all=_rows_of_all(group, headers))
+        elif group.size > 1:
+            fitted = suited(call.sizes, call.group, call.header.rate, staying=staying)
+            call = call.with_sizes(fitted)
+        yield rows, call
 
 
 def _canonical(request: Request, memory: Pool) -> CanonicalRows:

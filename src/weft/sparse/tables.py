@@ -374,8 +374,8 @@ def _agreed_tables(group: Group, requests: Sequence[Request]) -> list[_Table]:
     parts = []
     for start in range(0, len(requests), most):
         own = mine[start : start + most]
-        with opened(group, NAME, fields, None, own.tobytes()) as opening:
-            parts.append(np.stack(opening.read(_numbers_in, len(own))))
+        opening = opened(group, NAME, fields, own.tobytes())
+        parts.append(np.stack(opening.read(_numbers_in, len(own))))
     kinds, shapes, highest = np.moveaxis(np.concatenate(parts, axis=1), 2, 0)
     has_rows = highest >= 0
     shape = np.take_along_axis(shapes, has_rows.argmax(0)[None], 0)  # that of a rank with rows
@@ -397,8 +397,7 @@ def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
     """
     name = f"the row shape of table {number}"
     fields = {f"table {number}": _kind(request), name: request.fields["row shape"]}
-    with opened(group, NAME, fields, None) as opening:
-        return opening.field(name, shape_in)
+    return opened(group, NAME, fields).field(name, shape_in)
 
 
 def _numbers_of(request: Request) -> tuple[int, int, int]:
