@@ -358,14 +358,13 @@ def simulate(
     def program(group: Group) -> tuple[Any, ...]:
         # two openings, of which the first is nothing but that: the difference is the schedule
         request = Request.of(rows(group.rank), op, algorithm, wire_dtype)
-        with calls.begun(group, request, "sparse_all_reduce") as (_, begun):
-            sizes = begun.sizes
+        _, begun = calls.begun(group, request, "sparse_all_reduce")
         opened = clock(group)
         before = group.traffic.messages, group.traffic.bytes
         call = partial(calls.reduced, group, request)
         result, record = group.worker.call("sparse_all_reduce", call)
         count = group.traffic.messages - 2 * before[0], group.traffic.bytes - 2 * before[1]
-        return opened, clock(group), *count, record.algorithm, sizes, len(result)
+        return opened, clock(group), *count, record.algorithm, begun.sizes, len(result)
 
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)  # a thousand ranks would each keep a pool of them

@@ -43,14 +43,14 @@ def posts(group, made):
     """What a part posts when it is made, and once it is started."""
     rows = weft.Rows(torch.arange(4), torch.ones(4, 2), 8)
     request = Request.of(rows, "sum", "auto", None)
-    with run.begun(group, request, "parts", looks=True) as (own, call):
-        posted = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call.group, "post", lambda *args: posted.append(args))
-            part = made(call, own)
-            before = len(posted)
-            part.start()
-        return before, len(posted)
+    own, call = run.begun(group, request, "parts", looks=True)
+    posted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call.group, "post", lambda *args: posted.append(args))
+        part = made(call, own)
+        before = len(posted)
+        part.start()
+    return before, len(posted)
 
 
 @pytest.mark.parametrize("made", [lists, inflow, ring, relay, scatter])

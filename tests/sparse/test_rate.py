@@ -9,7 +9,7 @@ import weft
 from cases import on_hosts, set_rate
 from weft.schedules.hosts import Hosts
 from weft.sparse import Sizes
-from weft.sparse.rate import GUESS, fitted, known_rate, learn, rate_of, suited
+from weft.sparse.rate import GUESS, fitted, known_rate, learn, rate_of
 from weft.testing import run, threads
 
 SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, places=10**6, hosts=Hosts((0, 1)))
@@ -104,9 +104,9 @@ def test_within_a_host_they_do_not(ranks, chunk):
         assert (found.chunk, found.gaps) == (chunk, False)
 
 
-def test_on_an_accelerator_messages_are_whole(group):
-    found = suited(SIZES, group, 1, staying=True)
-    assert found.staying and found.chunk > 1 << 40 and not found.gaps
+def test_on_an_accelerator_messages_are_whole():
+    found = fitted(SIZES.but(staying=True), 1)
+    assert found.chunk > 1 << 40 and not found.gaps
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan", "50,10", ""])

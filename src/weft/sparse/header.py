@@ -35,9 +35,9 @@ _STATED = 2048  # points of all ranks together
 _KEPT = 1024  # points of the header of all ranks together
 _GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
 # the first fields of a header, in their order; then the number of points, and the bytes of one and
-# of a weight or, if rows follow, -1 and the bytes of an index. 64 bytes, so that rows are aligned
-_FIXED = struct.Struct("<4qB7xq2B14x")
-_FIELDS = 5
+# of a weight or, if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
+_FIXED = struct.Struct("<2qB7xq2B14x")
+_FIELDS = 3
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
@@ -51,7 +51,6 @@ class Header(NamedTuple):
 
     Attributes:
         total: rows, summed over ranks (after each rank removed its duplicates).
-        most, fewest: rows of the rank with most and of that with fewest.
         highest: the largest index, -1 if there are no rows.
         rate: the least that ranks have stated, see `rate`.
         points, weights: indices, ascending, and how many rows lie from each to the next.
@@ -59,8 +58,6 @@ class Header(NamedTuple):
     """
 
     total: int
-    most: int
-    fewest: int
     highest: int
     rate: int
     points: Longs = _NOTHING
@@ -90,15 +87,13 @@ class Header(NamedTuple):
         if survey is not None:
             highest = survey.highest
         top = _last(indices) if highest is None else highest
-        header = cls(count, count, count, top, rate)
         if values is not None:
-            return header._replace(rows=Rows(indices, values))
-        if survey is None:
-            return header.with_points(indices) if highest is None else header
-        return header._replace(
-            points=np.array(survey.points, np.int64),
-            weights=np.diff(shares(count)),
-        )
+            return cls(count, top, rate, rows=Rows(indices, values))
+        if survey is not None:
+            points = np.array(survey.points, np.int64)
+            return cls(count, top, rate, points, np.diff(shares(count)))
+        header = cls(count, top, rate)
+        return header.with_points(indices) if highest is None else header
 
     def with_points(self, indices: Tensor) -> Header:
         """This header of one rank, with points instead of rows."""
@@ -161,42 +156,23 @@ class Header(NamedTuple):
         Raises:
             Exception: the bytes are no header.
         """
-        *figures, points, width, weight_width = _FIXED.unpack_from(body)
-        header = cls(*figures)
-        are_valid = 0 <= header.fewest <= header.most <= header.total < _MOST
+        total, highest, rate, points, width, weight_width = _FIXED.unpack_from(body)
+        is_valid = 0 <= total < _MOST
         if points < 0:
             index = torch.int32 if width == 4 else torch.int64
-            rows = header._rows_in(body, index, row_shape, dtype)
-            are_valid &= moves or kernels.ascends(rows.indices, header.highest)
-            header = header._replace(rows=rows)
-        elif points:
+            rows = _rows_in(body, total, index, row_shape, dtype)
+            header = cls(total, highest, rate, rows=rows)
+            is_valid &= moves or kernels.ascends(rows.indices, highest)
+        else:
             end = _FIXED.size + points * width
             gaps = _longs_in(body[_FIXED.size : end], width)
             weights = _longs_in(body[end:], weight_width)
-            header = header._replace(points=gaps.cumsum(), weights=weights)
-            are_valid &= points == len(weights) and header._points_stand_for_all_rows()
-        if not are_valid:
+            header = cls(total, highest, rate, gaps.cumsum(), weights)
+            is_valid &= points == len(weights)
+            is_valid &= not points or header._points_stand_for_all_rows()
+        if not is_valid:
             raise ValueError("no rank can have such rows")
         return header
-
-    def _rows_in(
-        self,
-        body: memoryview,
-        index: torch.dtype,
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Rows:
-        """The rows that follow the figures, as views of `body`.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        start = _FIXED.size + -(-self.total * index.itemsize // _GRAIN) * _GRAIN  # of the values
-        if start + self.total * math.prod(row_shape) * dtype.itemsize != len(body):
-            raise ValueError(f"{self.total} rows in {len(body)} bytes")
-        memory = torch.frombuffer(body, dtype=torch.uint8)
-        indices = typed(memory, (self.total,), index, _FIXED.size)
-        return Rows(indices, typed(memory, (self.total, *row_shape), dtype, start))
 
     def _points_stand_for_all_rows(self) -> bool:
         """Whether points ascend to the largest index, and weights are those of all rows."""
@@ -215,19 +191,14 @@ class Header(NamedTuple):
         The result has no points if a header carries rows, or has unsorted rows: then nobody needs
         them, or the headers need `all_with_points` before.
         """
-        header = cls(
-            sum(one.total for one in headers),
-            max(one.most for one in headers),
-            min(one.fewest for one in headers),
-            max(one.highest for one in headers),
-            min(one.rate for one in headers),
-        )
+        totals, highest, rates, points, weights, _ = zip(*headers, strict=True)
+        figures = sum(totals), max(highest), min(rates)
         if any(one.rows is not None or (one.total and not len(one.points)) for one in headers):
-            return header
-        points = np.concatenate([one.points for one in headers])
-        weights = np.concatenate([one.weights for one in headers])
-        order = np.argsort(points, kind="stable")
-        return header._replace(points=points[order], weights=weights[order])._thinned(_KEPT)
+            return cls(*figures)
+        of_all = np.concatenate(points)
+        order = np.argsort(of_all, kind="stable")
+        header = cls(*figures, of_all[order], np.concatenate(weights)[order])
+        return header._thinned(_KEPT)
 
     def of_one_of(self, ranks: int, rank: int) -> Header:
         """This header of a rank with as many points as each of so many ranks states."""
@@ -254,9 +225,20 @@ def all_with_points(headers: Sequence[Header]) -> list[Header]:
     return [one if one.rows is None else one.with_points(one.rows.indices) for one in headers]
 
 
-def combined(lower: memoryview, upper: memoryview) -> bytearray:
-    """`Header.of_all` of two headers as bytes, for `opened`."""
-    return Header.of_all([*map(Header.unpack, (lower, upper))]).pack()
+def _rows_in(
+    body: memoryview, count: int, index: torch.dtype, row_shape: tuple[int, ...], dtype: torch.dtype
+) -> Rows:
+    """The rows that follow the figures, as views of `body`.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    start = _FIXED.size + -(-count * index.itemsize // _GRAIN) * _GRAIN  # of the values
+    if start + count * math.prod(row_shape) * dtype.itemsize != len(body):
+        raise ValueError(f"{count} rows in {len(body)} bytes")
+    memory = torch.frombuffer(body, dtype=torch.uint8)
+    indices = typed(memory, (count,), index, _FIXED.size)
+    return Rows(indices, typed(memory, (count, *row_shape), dtype, start))
 
 
 def shares(count: int) -> Longs:

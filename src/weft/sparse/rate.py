@@ -15,7 +15,6 @@ import os
 
 from ..base.errors import WeftError
 from ..group.group import Group
-from ..schedules.hosts import hosts_of
 from .sizes import Sizes
 
 GUESS = 15
@@ -64,22 +63,13 @@ def rate_of(bytes_a_second: float) -> int:
     return min(max(1, int(bytes_a_second / 1000).bit_length() - 1), MOST)
 
 
-def suited(sizes: Sizes, group: Group, rate: int, *, staying: bool) -> Sizes:
-    """The sizes with the hosts of the group, and with what suits the link.
-
-    Args:
-        sizes: of the call.
-        group: over which the rows go.
-        rate: the least that ranks have stated.
-        staying: whether rows are on an accelerator. Then lists and values are sent in one message
-            each, unpacked.
-    """
-    sizes = sizes.but(hosts=hosts_of(group), staying=staying)
-    return sizes.but(chunk=_WHOLE, gaps=False) if staying else fitted(sizes, rate)
-
-
 def fitted(sizes: Sizes, rate: int) -> Sizes:
-    """The sizes of a call between known hosts, with what suits a link of that rate."""
+    """The sizes of a call between known hosts, with what suits a link of that rate.
+
+    On an accelerator lists and values are sent in one message each, unpacked.
+    """
+    if sizes.staying:
+        return sizes.but(chunk=_WHOLE, gaps=False)
     smallest, largest = _CHUNKS
     if sizes.on_one_host:  # a copy keeps a core as busy as a merge: small chunks overlap little
         fair = 1 << (_NEAR // sizes.ranks).bit_length() - 1

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +25,14 @@ from ..call.attempt import confess, preparing
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening, opened
 from ..group.group import Group
+from ..schedules.hosts import hosts_of
 from .call import Call, partial_dtype, row_bytes
 from .canonical import CanonicalRows
 from .choose import Line, chosen, is_eager
 from .explanation import Explanation
 from .guard import guarded
 from .header import Header, all_with_points
-from .rate import known_rate, learn, suited
+from .rate import fitted, known_rate, learn
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER
 from .request import Request, travelling
@@ -40,10 +40,9 @@ from .rows import Rows
 from .sizes import Sizes
 
 
-@contextmanager
 def begun(
     group: Group, request: Request, name: str, *, looks: bool = False
-) -> Iterator[tuple[CanonicalRows, Call]]:
+) -> tuple[CanonicalRows, Call]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
@@ -52,38 +51,28 @@ def begun(
         name: of the call.
         looks: exchange headers only, even if the rows would fit in the opening exchange.
 
-    Yields:
-        This rank's rows, canonical if they are to be combined, and the call. Both are good in this
-        block.
+    Returns:
+        This rank's rows, canonical if they are to be combined, which the caller releases; and the
+        call.
     """
     on_device = group.on(request.device)
     may_be_eager = not looks and _may_be_eager(group, request)
-    with ExitStack() as leases:
-        with preparing(group, name):
-            check(on_device.refusal)
-            if not on_host(request.rows.indices):
-                request.look()  # which waited until weft's stream is current
-            rows = _canonical(request, on_device.memory)
-            leases.callback(rows.release)
-            header = _header(group, on_device, request, rows, eager=may_be_eager)
-            body = header.pack()
-        fields = {"device": on_device.route, **request.fields}
-        opening = opened(group, name, fields, body)
-        # from here on every rank knows the same of the call
-        if not len(rows):
-            request = _informed(request, opening)
-            rows = _canonical(request, on_device.memory)
-        known = header if header.total else None
-        unpack = partial(Header.unpack, moves=request.moves)
-        headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-        call = _call_of(group, request, opening.fields, headers)
-        staying = not on_host(call.given.values)
-        if may_be_eager and not staying and is_eager(call.sizes, call.given.indices.itemsize):
-            call = replace(call, rows_of_all=_rows_of_all(group, headers))
-        elif group.size > 1:
-            fitted = suited(call.sizes, call.group, call.header.rate, staying=staying)
-            call = call.with_sizes(fitted)
-        yield rows, call
+    with preparing(group, name):
+        check(on_device.refusal)
+        if not on_host(request.rows.indices):
+            request.look()  # which waited until weft's stream is current
+        rows = _canonical(request, on_device.memory)
+        header = _header(group, on_device, request, rows, eager=may_be_eager)
+        body = header.pack()
+    opening = opened(group, name, {"device": on_device.route, **request.fields}, body)
+    # from here on every rank knows the same of the call
+    if not len(rows):
+        request = _informed(request, opening)
+        rows = _canonical(request, on_device.memory)
+    known = header if header.total else None
+    unpack = partial(Header.unpack, moves=request.moves)
+    headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
+    return rows, _call_of(group, request, opening.fields, headers, may_be_eager=may_be_eager)
 
 
 def _canonical(request: Request, memory: Pool) -> CanonicalRows:
@@ -162,48 +151,65 @@ def _device_of(kind: str) -> torch.device:
 
 
 def _call_of(
-    group: Group, request: Request, fields: Mapping[str, str], headers: list[Header]
+    group: Group,
+    request: Request,
+    fields: Mapping[str, str],
+    headers: list[Header],
+    *,
+    may_be_eager: bool,
 ) -> Call:
     """The call, of which all ranks know the same."""
     rows = request.rows
     op = request.op
+    on_device = group.on(rows.values.device)
+    summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
+    sizes = _sizes(on_device, request, summed_as, headers)
+    rows_of_all = None
     distributions = headers
-    if not request.moves and any(header.rows is None for header in headers):
+    if may_be_eager and is_eager(sizes, rows.indices.itemsize):
+        rows_of_all = _rows_of_all(group, headers)
+    elif not request.moves:
         # some ranks' rows did not come, so those that came are not merged here
         distributions = all_with_points(headers)
     header = Header.of_all(distributions)
-    summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
     return Call(
-        group.on(rows.values.device),
+        on_device,
         op,
         rows,
         request.dtype,
         summed_as,
         divisor=group.size if op.mean else 1,
         header=header,
-        sizes=_sizes(group.size, request, summed_as, header),
+        sizes=sizes if rows_of_all is not None else fitted(sizes, header.rate),
         fields=fields,
         headers=headers,
+        rows_of_all=rows_of_all,
         of_device=request.of_device,
     )
 
 
-def _sizes(ranks: int, request: Request, summed_as: torch.dtype, header: Header) -> Sizes:
-    """The sizes of a call, from the header of all ranks."""
-    row_shape = tuple(request.rows.row_shape)
-    height = request.rows.height
+def _sizes(
+    group: Group, request: Request, summed_as: torch.dtype, headers: Sequence[Header]
+) -> Sizes:
+    """The sizes of a call, from the headers of all ranks; before they are fitted to the link."""
+    rows = request.rows
+    row_shape = tuple(rows.row_shape)
+    counts = [header.total for header in headers]
+    places = max([header.highest for header in headers]) + 1
     return Sizes(
-        ranks=ranks,
-        total=header.total,
-        most=header.most,
-        fewest=header.fewest,
+        ranks=group.size,
+        total=sum(counts),
+        most=max(counts),
+        fewest=min(counts),
         # without a height, assume the smallest tensor that holds all rows
-        height=header.highest + 1 if height is None else height,
+        height=places if rows.height is None else rows.height,
         row=row_bytes(row_shape, request.dtype),
         partial=row_bytes(row_shape, summed_as),
-        index=4 if header.highest < 2**31 else 8,
-        places=header.highest + 1,
+        index=4 if places <= 2**31 else 8,
+        places=places,
+        staying=not on_host(rows.values),
         in_order=not request.op.builtin,
+        hosts=hosts_of(group),
     )
 
 
@@ -247,11 +253,14 @@ def performed(
     if not request.op.builtin:
         request = replace(request, op=guarded(request.op, raised))
     try:
-        with begun(group, request, name) as (rows, call):
+        rows, call = begun(group, request, name)
+        try:
             start = time.perf_counter()
             line, result = algorithm(rows, call)
             seconds = time.perf_counter() - start
             result = call.delivered(result)
+        finally:
+            rows.release()
         if not call.op.builtin:  # its function may have raised on this rank alone
             confess(group, f"the end of {name}", raised[0] if raised else None)
     finally:
@@ -290,8 +299,7 @@ def sibling(call: Call, name: str) -> Line:
 
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
-    with begun(group, request, "explain", looks=True) as (_, call):
-        pass
+    _, call = begun(group, request, "explain", looks=True)
     return Explanation.of(_line(request, call), call.sizes)
 
 
