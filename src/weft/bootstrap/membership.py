@@ -288,7 +288,7 @@ def _differ(members: Sequence[Member], what: str, of: Callable[[Member], object]
     found: dict[object, list[int]] = {}
     for each in members:
         found.setdefault(of(each), []).append(each.rank)
-    if len(found) == 1:
+    if len(found) < 2:
         return ""
     return differing(f"the ranks differ in {what}", found.items(), then)
 
