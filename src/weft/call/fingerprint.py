@@ -29,11 +29,14 @@ Fields = tuple[tuple[str, str], ...]
 
 def fingerprint(call: str, members: str, fields: Mapping[str, object]) -> Fields:
     """The fingerprint of a call, with its arguments by name; None is unknown."""
-    arguments = [
-        (name, UNKNOWN if value is None else printable(str(value)))
-        for name, value in fields.items()
-    ]
-    return ((CALL, printable(call)), (_MEMBERS, members), *arguments)
+    arguments = [(k, UNKNOWN if value is None else str(value)) for k, value in fields.items()]
+    return _printable(((CALL, call), (_MEMBERS, members), *arguments))
+
+
+@functools.lru_cache(_KEPT)
+def _printable(fields: Fields) -> Fields:
+    """The same fields, of which each value can be read."""
+    return tuple((name, printable(value)) for name, value in fields)
 
 
 @functools.lru_cache(_KEPT)

@@ -228,13 +228,12 @@ def _concluded(group: Group, call: str, statements: list[Statement]) -> Opening:
     digest = statements[0].digest
     are_alike = are_equal = are_enabled = True
     records = False
-    number = 0
     for each in statements:
         are_alike = are_alike and each.fields == fields and not each.error
         are_equal = are_equal and each.digest == digest
         are_enabled = are_enabled and each.enabled
         records = records or each.records
-        number = max(number, each.number)
+    number = max([each.number for each in statements])
     # a rank that calls of some of the ranks left out goes on from the others' number
     group.worker.calls = number
     if are_alike and (are_enabled or not records):

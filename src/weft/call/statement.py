@@ -135,16 +135,17 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
     """
     found: list[Statement] = []
     expected = encoded(like)
+    length = len(raw)
     begin = 0
-    while begin < len(raw) or not found:
+    while begin < length or not found:
         magic, text, error, body, private, rank, number, *rest = _HEAD.unpack_from(raw, begin)
         middle = begin + _HEAD.size + text
         end = middle + error
         start = end + -end % _ALIGNED
         after = start + body + -body % _ALIGNED
-        if magic != _MAGIC or after + private > len(raw):
+        if magic != _MAGIC or after + private > length:
             head = bytes(raw[begin : begin + _HEAD.size])
-            raise ValueError(f"{head.hex()}, of {len(raw) - begin} bytes")
+            raise ValueError(f"{head.hex()}, of {length - begin} bytes")
         spelled = raw[begin + _HEAD.size : middle]
         if found and not text:
             fields = found[-1].fields

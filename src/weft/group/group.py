@@ -124,7 +124,7 @@ class Group:
     @property
     def hosts(self) -> tuple[str, ...]:
         """For each rank an opaque name of its host: where these are equal, ranks share memory."""
-        return tuple(self.session.hosts[rank] for rank in self._ranks)
+        return tuple(map(self.session.hosts.__getitem__, self._ranks))
 
     @property
     def closed(self) -> bool:

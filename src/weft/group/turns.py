@@ -8,7 +8,6 @@ within a second.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -122,8 +121,10 @@ class Turns(Generic[W]):
         """Take a turn out of the queue, and wake up who is next. Twice is fine."""
         turn.is_over = True
         turn.frame = None  # which has the turn, too
-        with contextlib.suppress(ValueError):  # it has left, or this is a child that the job forked
+        try:
             self._queue.remove(turn)
+        except ValueError:  # it has left, or this is a child that the job forked
+            return
         for each in (turn, self.first()):
             if each is not None and each.news is not None:
                 each.news.open()

@@ -61,12 +61,13 @@ class CanonicalRows:
             given = self._given
             distinct = self._distinct
             is_canonical = distinct.order is None and distinct.starts is None
-            if (is_canonical and given.dtype == self._dtype) or not len(self):
+            count = len(self)
+            if (is_canonical and given.dtype == self._dtype) or not count:
                 self._values = given.contiguous()
             else:
                 size = given[:1].numel() * self._dtype.itemsize
-                self._lease = self._memory.lease(len(self) * size)
-                space = typed(self._lease.tensor, (len(self), *given.shape[1:]), self._dtype)
+                self._lease = self._memory.lease(count * size)
+                space = typed(self._lease.tensor, (count, *given.shape[1:]), self._dtype)
                 self._values = kernels.reduce(given, distinct, self._op, out=space)
         return self._values
 

@@ -25,7 +25,6 @@ from ..base.tensors import (
     wrong_row_shape,
 )
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
-from . import rate
 from .call import OfDevice
 from .header import POINTS
 from .registry import check_name
@@ -183,8 +182,6 @@ class Request:
         if chosen != "auto":
             check_name(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
         self.algorithm = self.fields["algorithm"] = str(chosen)
-        if (text := os.environ.get("WEFT_LINK")) is not None:
-            rate.parse(text)  # raises here rather than when the rate is needed
 
     def _take_dtype(self, own: torch.dtype) -> None:
         """Check that the op and the `wire_dtype` apply to values of this dtype."""
@@ -249,7 +246,7 @@ def unwrapped(given: object, *, combined: bool) -> tuple[Rows, Callable[[Rows], 
             return rows.to_coo(heights + rows.row_shape, canonical=combined)
 
     elif isinstance(given, Rows):
-        rows, form = given, lambda result: replace(result, height=given.height)
+        rows, form = given, lambda result: Rows(result.indices, result.values, given.height)
     elif isinstance(given, tuple | list) and len(given) == 2:
         rows, form = Rows(*given), lambda result: (result.indices, result.values)
     else:

@@ -66,13 +66,15 @@ def begun(
         body = header.pack()
     opening = opened(group, name, {"device": on_device.route, **request.fields}, body)
     # from here on every rank knows the same of the call
-    if not len(rows):
+    known: Header | None = header
+    if not header.total:
         request = _informed(request, opening)
+        on_device = group.on(request.device)
         rows = _canonical(request, on_device.memory)
-    known = header if header.total else None
+        known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
     headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-    return rows, _call_of(group, request, opening.fields, headers, may_be_eager=may_be_eager)
+    return rows, _call_of(on_device, request, opening.fields, headers, may_be_eager=may_be_eager)
 
 
 def _canonical(request: Request, memory: Pool) -> CanonicalRows:
@@ -161,9 +163,8 @@ def _call_of(
     """The call, of which all ranks know the same."""
     rows = request.rows
     op = request.op
-    on_device = group.on(rows.values.device)
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
-    sizes = _sizes(on_device, request, summed_as, headers)
+    sizes = _sizes(group, request, summed_as, headers)
     rows_of_all = None
     distributions = headers
     if may_be_eager and is_eager(sizes, rows.indices.itemsize):
@@ -173,7 +174,7 @@ def _call_of(
         distributions = all_with_points(headers)
     header = Header.of_all(distributions)
     return Call(
-        on_device,
+        group,
         op,
         rows,
         request.dtype,
@@ -265,12 +266,13 @@ def performed(
             confess(group, f"the end of {name}", raised[0] if raised else None)
     finally:
         raised.clear()
+    union = len(result)
     if apart:  # nobody knows all rows of the result
         bound = call.sizes.bound_to_one
     else:
-        bound = call.sizes.bound(len(result))
-        learn(call.group, call.sizes, len(result), seconds)
-    record = Record.of(group, *line, len(rows), call.sizes.total, len(result), bound)
+        bound = call.sizes.bound(union)
+        learn(call.group, call.sizes, union, seconds)
+    record = Record.of(group, *line, len(rows), call.sizes.total, union, bound)
     note(group, record)
     return result, record
 
@@ -310,7 +312,8 @@ def _line(request: Request, call: Call) -> Line:
 
 def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:
     """Merge the rows that came in the opening exchange; sends nothing."""
-    union = kernels.union([rows.indices.to(call.wire_index) for rows in rows_of_all])
+    index = call.wire_index
+    union = kernels.union([rows.indices.to(index) for rows in rows_of_all])
     result = call.result_at(union.indices)
     sums = result.values
     if call.partial != call.dtype:

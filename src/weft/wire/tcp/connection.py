@@ -129,7 +129,7 @@ class Outgoing:
 
     Attributes:
         nbytes: its length.
-        memory: its bytes, which are held; None if the message was copied.
+        memory: its bytes, which are held; None if they are in the segment.
         offset: its place in the segment; -1: it is not there.
         block: the copy in the segment, if it was copied.
         number: its place among the sends of its channel, from 1.
@@ -141,7 +141,7 @@ class Outgoing:
         self.nbytes = tensor.nbytes
         self.offset = offset
         self.block = block
-        self.memory = memory_of(tensor) if block is None else None
+        self.memory = memory_of(tensor) if offset < 0 else None
         self.done = block is not None
         self.number = 0  # not sent yet
 
