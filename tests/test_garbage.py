@@ -24,7 +24,7 @@ CULPRIT = 1
 TOP = (1 << 63) - 1
 RATES = {"plain": 19, "packed": 15}  # of links on which index lists are so
 STATEMENT, LIST, REST = range(3)  # the messages of a call, in their order
-HEADER = 560  # the last bytes of a statement: 48, and twice 128 numbers of 2
+HEADER = 304  # the last bytes of a statement: 48, and 128 numbers of 2
 
 
 def put(at, *words):

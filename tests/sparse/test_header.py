@@ -13,9 +13,9 @@ from weft.sparse.header import Header
 from weft.testing import run
 
 ROWS = 600  # more than a header has points
-# bytes at which the figures begin, and the widths; then points, as differences, and weights, which
-# take a byte each
-TOTAL, COUNT, WIDTH, POINTS, WEIGHTS = 0, 24, 32, 48, 48 + 128
+# bytes at which the figures begin, and the width; then points, as differences, which take a
+# byte each
+TOTAL, COUNT, WIDTH, POINTS = 0, 24, 32, 48
 
 
 def packed(*, carries=False):
@@ -26,12 +26,12 @@ def packed(*, carries=False):
 
 FIGURES = {  # where, and the number of 64 bits that then stands there
     "more rows than there is memory for": (TOTAL, 1 << 60),
-    "fewer rows than its own": (TOTAL, ROWS - 1),
+    "more rows than any": (TOTAL, 1 << 44),
     "a negative number": (TOTAL, -7),
 }
 POINTLESS = {  # the same of 8 bits
     "points that do not ascend": (POINTS + 5, 0xFF),
-    "weights of other rows": (WEIGHTS, 200),
+    "points that reach too far": (POINTS, 200),
     "no such width": (WIDTH, 3),
     "wider points": (WIDTH, 2),
     "more points": (COUNT, 129),
@@ -50,6 +50,10 @@ def is_refused(raw, code, at, number):
 @pytest.mark.parametrize("carries", [False, True])
 def test_figures_of_no_rows_are_refused(carries, what):
     is_refused(packed(carries=carries), "<q", *FIGURES[what])
+
+
+def test_rows_of_another_number_are_refused():
+    is_refused(packed(carries=True), "<q", TOTAL, ROWS - 1)
 
 
 @pytest.mark.parametrize("what", POINTLESS)

@@ -82,9 +82,9 @@ def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[li
     mode = Mode.of(tensors)
     given = [plain(tensor.detach()) for tensor in tensors]
 
-    @torch.no_grad()
     def job() -> tuple[list[Tensor], bool]:
-        return collective.run(given, mode)
+        with torch.no_grad():
+            return collective.run(given, mode)
 
     return job
 

@@ -185,7 +185,7 @@ class Call:
         """
         if self.place is not None:
             return self.place(torch.cat(lists))
-        result = self.result(sum(map(len, lists)))
+        result = self.result(sum([indices.numel() for indices in lists]))
         torch.cat(lists, out=result.indices)
         return result
 

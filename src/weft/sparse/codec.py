@@ -72,8 +72,8 @@ def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int],
     """
     count, size, first = _PREFIX.unpack_from(message.numpy().data)
     # of so many bytes there are at most so many indices: no more memory is asked for
-    if not 0 <= size <= len(message) - PREFIX or not 0 <= count <= 8 * size:
-        raise ValueError(f"{count} indices in {size} bytes of a message of {len(message)}")
+    if not 0 <= size <= message.numel() - PREFIX or not 0 <= count <= 8 * size:
+        raise ValueError(f"{count} indices in {size} bytes of a message of {message.numel()}")
     if first < 0:
         if size != count * dtype.itemsize:
             raise ValueError(f"{count} indices of {dtype} in {size} bytes")

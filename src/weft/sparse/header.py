@@ -34,9 +34,9 @@ POINTS = 128
 _STATED = 2048  # points of all ranks together
 _KEPT = 1024  # points of the header of all ranks together
 _GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
-# the first fields of a header, in their order; then the number of points, and the bytes of one and
-# of a weight or, if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
-_FIXED = struct.Struct("<2qB7xq2B14x")
+# the first fields of a header, in their order; then the number of points, and the bytes of one or,
+# if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
+_FIXED = struct.Struct("<2qB7xqB15x")
 _FIELDS = 3
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
@@ -91,7 +91,7 @@ class Header(NamedTuple):
             return cls(count, top, rate, rows=Rows(indices, values))
         if survey is not None:
             points = np.array(survey.points, np.int64)
-            return cls(count, top, rate, points, np.diff(shares(count)))
+            return cls(count, top, rate, points, _between(shares(count)))
         header = cls(count, top, rate)
         return header.with_points(indices) if highest is None else header
 
@@ -100,7 +100,7 @@ class Header(NamedTuple):
         begins = shares(indices.numel())
         return self._replace(
             points=numbers_of(indices)[begins[:-1]].astype(np.int64),
-            weights=np.diff(begins),
+            weights=_between(begins),
             rows=None,
         )
 
@@ -125,16 +125,16 @@ class Header(NamedTuple):
         if self.rows is not None:
             indices = self.rows.indices.contiguous()
             values = self.rows.values.contiguous()
-            sizes = -1, indices.itemsize, 0
+            sizes = -1, indices.itemsize
             gap = bytes(-indices.nbytes % _GRAIN)
             parts = memory_of(indices), gap, memory_of(values)
         else:
             # points ascend: what lies between two of them takes fewer bytes than they do
-            gaps = np.diff(self.points, prepend=0)
-            narrow = [_narrow(numbers) for numbers in (gaps, self.weights)]
-            gap_bytes, weight_bytes = (numbers.itemsize for numbers in narrow)
-            sizes = len(self.points), gap_bytes, weight_bytes
-            parts = narrow
+            gaps = self.points.copy()
+            gaps[1:] -= self.points[:-1]
+            narrow = gaps.astype(np.min_scalar_type(int(gaps.max(initial=0))))
+            sizes = len(narrow), narrow.itemsize
+            parts = (narrow,)
         return bytearray().join((_FIXED.pack(*self[:_FIELDS], *sizes), *parts))
 
     @classmethod
@@ -156,33 +156,27 @@ class Header(NamedTuple):
         Raises:
             Exception: the bytes are no header.
         """
-        total, highest, rate, points, width, weight_width = _FIXED.unpack_from(body)
-        is_valid = 0 <= total < _MOST
+        total, highest, rate, points, width = _FIXED.unpack_from(body)
+        if not 0 <= total < _MOST:
+            raise ValueError(f"no rank can have {total} rows")
         if points < 0:
             index = torch.int32 if width == 4 else torch.int64
             rows = _rows_in(body, total, index, row_shape, dtype)
             header = cls(total, highest, rate, rows=rows)
-            is_valid &= moves or kernels.ascends(rows.indices, highest)
+            is_valid = moves or kernels.ascends(rows.indices, highest)
         else:
-            end = _FIXED.size + points * width
-            gaps = _longs_in(body[_FIXED.size : end], width)
-            weights = _longs_in(body[end:], weight_width)
-            header = cls(total, highest, rate, gaps.cumsum(), weights)
-            is_valid &= points == len(weights)
-            is_valid &= not points or header._points_stand_for_all_rows()
+            gaps = np.frombuffer(body[_FIXED.size :], _WIDTHS[width]).astype(np.int64)
+            header = cls(total, highest, rate, gaps.cumsum(), _between(shares(total, points)))
+            is_valid = len(gaps) == points == len(header.weights)
+            is_valid &= not points or header._ascends()
         if not is_valid:
             raise ValueError("no rank can have such rows")
         return header
 
-    def _points_stand_for_all_rows(self) -> bool:
-        """Whether points ascend to the largest index, and weights are those of all rows."""
+    def _ascends(self) -> bool:
+        """Whether points ascend to the largest index."""
         ends = np.concatenate([[0], self.points, [self.highest]])
-        # a sum of gaps that overflowed does not ascend; a sum of floats cannot overflow
-        return bool(
-            (ends[1:] >= ends[:-1]).all()
-            and self.weights.min() > 0
-            and self.weights.sum(dtype=np.float64) == self.total
-        )
+        return bool((ends[1:] >= ends[:-1]).all())  # not, if a sum of gaps overflowed
 
     @classmethod
     def of_all(cls, headers: Sequence[Header]) -> Header:
@@ -214,9 +208,9 @@ class Header(NamedTuple):
         count = len(self.points)
         if count <= most:
             return self
-        bounds = np.arange(most + 1, dtype=np.int64) * count // most
+        bounds = _evenly(count, most)
         starts = bounds[:-1]
-        points = self.points[starts + (np.diff(bounds) * phase >> 16)]
+        points = self.points[starts + (_between(bounds) * phase >> 16)]
         return self._replace(points=points, weights=np.add.reduceat(self.weights, starts))
 
 
@@ -241,21 +235,26 @@ def _rows_in(
     return Rows(indices, memory[start:].view(dtype).view(count, *row_shape))
 
 
-def shares(count: int) -> Longs:
-    """The first row of each point's share among `count` rows, and the end of the last share."""
+def shares(count: int, points: int = POINTS) -> Longs:
+    """The first row of each point's share among `count` rows, and the end of the last share.
+
+    Args:
+        count: rows of a rank.
+        points: how many it states, at most; fewer than `POINTS` are some of those.
+    """
     parts = min(POINTS, count)
+    begins = _evenly(count, parts)
+    return begins if points >= parts else begins[_evenly(parts, points)]
+
+
+def _evenly(count: int, parts: int) -> Longs:
+    """Where parts of about equal length begin, and the end of the last."""
     return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
 
 
-def _narrow(numbers: Longs) -> NDArray[Any]:
-    """Numbers that are not negative, in as few bytes each as the largest of them needs."""
-    largest = int(numbers.max(initial=0))
-    return numbers.astype(np.min_scalar_type(largest))
-
-
-def _longs_in(raw: memoryview, width: int) -> Longs:
-    """An array that `_narrow` made, of numbers of so many bytes."""
-    return np.frombuffer(raw, _WIDTHS[width]).astype(np.int64)
+def _between(ends: Longs) -> Longs:
+    """What lies from each number to the next."""
+    return ends[1:] - ends[:-1]
 
 
 def _last(indices: Tensor) -> int:
