@@ -69,7 +69,7 @@ def test_nobody_needs_a_gradient(group):
 def refuses_one_without_gradients(group, layer, needs, deaf):
     """Where rank `deaf` records none, the error names it, and the next call works."""
     x = data(group, 2, requires_grad=True)
-    text = f"rank {needs} needs a gradient, and rank {deaf} does not record"
+    text = rf"rank {needs} records gradients of .*, rank {deaf} is under torch.no_grad"
     with (
         pytest.raises(weft.WeftError, match=text),
         torch.set_grad_enabled(group.rank != deaf),

@@ -1,6 +1,6 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
-Each rank states the shape and dtype of its tensor, and whether it needs a gradient (see `opened`).
+Each rank states the shape and dtype of its tensor, and the state of autograd (see `opened`).
 Tensors on the host of up to `EAGER` bytes are sent with the statement; of more than 16 ranks up to
 a smaller size. If all tensors are so small, nothing more is sent.
 """
@@ -17,19 +17,18 @@ from torch import Tensor
 
 from ..base._torch import waited
 from ..base.devices import on_host
-from ..base.errors import conclusion
 from ..base.memory import memory_of
 from ..base.tensors import Shape, dtype_in, plain
 from ..group.group import Group
 from .fingerprint import UNKNOWN
+from .mode import PLAIN, Mode
 from .opening import opened
 from .statement import room
 
 EAGER = 4 << 10
 """Bytes of a tensor that may be sent in the handshake, at most."""
 
-_HEAD = struct.Struct("<BBi")  # flags, dimensions, bytes of the payload or -1
-_NEEDS, _RECORDS = 1, 2
+_HEAD = struct.Struct("<Bi")  # dimensions, bytes of the payload or -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +37,15 @@ class Operand:
 
     Attributes:
         shape: of its tensor; in backward, of the tensor that it passed to forward.
-        needs: whether its tensor needs a gradient.
-        records: whether it records gradients (`torch.is_grad_enabled`).
         payload: the bytes of its tensor, if they were sent along; writable.
     """
 
     shape: Shape
-    needs: bool
-    records: bool
     payload: memoryview | None = None
 
     def pack(self) -> bytearray:
-        flags = _NEEDS * self.needs | _RECORDS * self.records
         ndim, count = len(self.shape), -1 if self.payload is None else len(self.payload)
-        head = _HEAD.pack(flags, ndim, count)
+        head = _HEAD.pack(ndim, count)
         return bytearray().join((head, struct.pack(f"<{ndim}q", *self.shape), self.payload or b""))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -65,15 +59,15 @@ class Operand:
     @classmethod
     def unpack(cls, raw: memoryview) -> Operand:
         """Read an operand. Raises ValueError or struct.error if the bytes are none."""
-        flags, ndim, count = _HEAD.unpack_from(raw)
+        ndim, count = _HEAD.unpack_from(raw)
         shape = struct.unpack_from(f"<{ndim}q", raw, _HEAD.size)
         rest = raw[_HEAD.size + 8 * ndim :]
         if min(shape, default=0) < 0 or len(rest) != max(count, 0):
             raise ValueError(f"shape {shape}, {count} of {len(rest)} bytes")
         payload = None
         if count >= 0:
-            payload = memoryview(bytearray(rest))  # `raw` is given back
-        return cls(shape, bool(flags & _NEEDS), bool(flags & _RECORDS), payload)
+            payload = memoryview(bytearray(rest))  # where tensors may begin
+        return cls(shape, payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +78,13 @@ class Heard:
         dtype: that of their tensors, if anybody knows it.
         operands: what each of them brings.
         number: of the call, the same on all of them.
+        records: whether some of them record gradients; then all take part in backward.
     """
 
     dtype: torch.dtype | None
     operands: dict[int, Operand]
     number: int
+    records: bool
 
 
 def handshake(
@@ -97,6 +93,7 @@ def handshake(
     call: str,
     fields: Mapping[str, object],
     operand: Operand,
+    mode: Mode = PLAIN,
 ) -> Heard:
     """State what this rank brings and hear the others, in a call whose turn it is.
 
@@ -109,24 +106,17 @@ def handshake(
         fields: what must be the same on all of them; None where this rank does not know. Among
             them the dtype.
         operand: what this rank brings.
+        mode: of autograd.
 
     Raises:
-        WeftError: somebody's arguments are wrong, or do not go with the others'; or a rank needs a
-            gradient, and another does not record any.
+        WeftError: as `opened`.
         WireError: a peer or a link failed.
     """
-    opening = opened(among(group, ranks), call, fields, operand.pack())
+    opening = opened(among(group, ranks), call, fields, operand.pack(), mode=mode)
     operands = dict(zip(ranks, opening.read(Operand.unpack), strict=True))
     unknown = opening.fields["dtype"] == UNKNOWN
     dtype = None if unknown else opening.field("dtype", dtype_in)
-    asks = [group.rank_in_errors(rank) for rank, each in operands.items() if each.needs]
-    deaf = [group.rank_in_errors(rank) for rank, each in operands.items() if not each.records]
-    if asks and deaf:
-        raise conclusion(
-            f"{call}: rank {asks[0]} needs a gradient, and rank {deaf[0]} does not record any: "
-            "call it under torch.no_grad() on all ranks that take part, or on none"
-        )
-    return Heard(dtype, operands, opening.number)
+    return Heard(dtype, operands, opening.number, opening.records)
 
 
 def among(group: Group, ranks: tuple[int, ...]) -> Group:

@@ -12,7 +12,6 @@ scalar that does (the anchor).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,8 @@ from ..base.arguments import is_a
 from ..base.errors import WeftError, check, conclusion, entry
 from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
-from ..call.handshake import Operand, among, handshake, payload_of
+from ..call.handshake import Heard, Operand, among, handshake, payload_of
+from ..call.mode import Mode
 from ..comm.staging import unfollowed
 from ..group.group import Group
 from .executor import assemble, execute, has_addition
@@ -106,14 +106,13 @@ class Call:
         Raises:
             WeftError, WireError: as `applied`.
         """
-        records = torch.is_grad_enabled()
         with preparing(among(self.group, self.ranks), self.name):
             check(self._wrong(x))
             on_device = self.group.on(x.device)
             check(on_device.refusal)
             shape = tuple(x.shape) if self.stated is None else self.stated
-            asks = records and x.requires_grad
-            statement = Operand(shape, asks, records, payload_of(x, self.ranks))
+            operand = Operand(shape, payload_of(x, self.ranks))
+            mode = Mode.of([x])
             fields: dict[str, object] = {
                 "partition": self.spec.grids,
                 "arguments": self.spec.arguments,
@@ -127,21 +126,20 @@ class Call:
             name += f" of call {self.of}"
 
         def job() -> Moved:
-            heard = handshake(self.group, self.ranks, name, fields, statement)
-            # its own where nobody's tensor says anything
-            return self._moved(x, heard.dtype or x.dtype, heard.operands, heard.number)
+            heard = handshake(self.group, self.ranks, name, fields, operand, mode)
+            return self._moved(x, heard)
 
         return self.group.worker.call(name, job)
 
-    def _moved(
-        self, x: Tensor, dtype: torch.dtype, said: Mapping[int, Operand], number: int
-    ) -> Moved:
+    def _moved(self, x: Tensor, heard: Heard) -> Moved:
         """Carry out the plan that follows from what all ranks said; collective.
 
         Raises:
             WeftError: the plan cannot be made or carried out; the same text on every rank.
             WireError: as `applied`.
         """
+        said = heard.operands
+        dtype = heard.dtype or x.dtype  # its own where nobody's tensor says anything
         if self.spec.summing and not self.order and not has_addition(dtype):
             raise conclusion(
                 f"{self.name} adds up values, and {dtype} has no addition in torch: pass another "
@@ -167,8 +165,7 @@ class Call:
         if group.rank not in plan.want.shapes:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
         y = in_format_of(x, y)
-        needs = any(each.needs for each in said.values())
-        return Moved(self, number, needs, y)
+        return Moved(self, heard.number, heard.records, y)
 
     def _wrong(self, x: Any) -> str | None:
         """What is wrong with this rank's own tensor, or None."""
@@ -201,13 +198,13 @@ class Moved:
     Attributes:
         call: the call.
         number: of the call, the same on all ranks that take part.
-        needs: whether some rank needs a gradient; then all take part in backward.
+        records: whether some rank records gradients; then all take part in backward.
         output: this rank's, without a gradient.
     """
 
     call: Call
     number: int
-    needs: bool
+    records: bool
     output: Tensor
 
 
@@ -223,7 +220,7 @@ def _untakable(x: Tensor) -> str | None:
 def _recorded(call: Call, x: Any) -> Tensor:
     """Make a call; autograd records it. Collective."""
     moved = call.run(x)
-    if not moved.needs:
+    if not moved.records:
         return moved.output
     anchor = None if x.requires_grad else torch.zeros((), device="cpu", requires_grad=True)
     y: Tensor = _Move.apply(x, anchor, moved)  # type: ignore[no-untyped-call]  # torch's

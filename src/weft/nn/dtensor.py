@@ -150,7 +150,7 @@ def to_dtensor(
                 f"{name}: placements is {placements!r}: pass a list with a Shard for each "
                 "dimension of the mesh"
             )
-        operand = Operand(tuple(x.shape), needs=False, records=True)
+        operand = Operand(tuple(x.shape))
         cells = _cells(name, partition, mesh)
         text = _text(cells, placements)
     fields = {"partition": partition.brief, "arguments": text, "dtype": None}
