@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,7 +107,7 @@ class Pool:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._free: dict[int, list[Tensor]] = {}  # by their sizes
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by their sizes
         self.source: Source | None = None
         self._lock = threading.Lock()
 
@@ -128,7 +128,7 @@ class Pool:
         if self._device is None:
             size = max(self.smallest, 1 << (nbytes - 1).bit_length())
         with self._lock:
-            blocks = self._free.get(size)
+            blocks = self._free[size]
             block = blocks.pop() if blocks else None
         if block is None:
             block = fresh((size,), torch.uint8, self._device)
@@ -147,7 +147,7 @@ class Pool:
             self.source.free(block)
         elif self._device is None:
             with self._lock:
-                self._free.setdefault(block.nbytes, []).append(block)
+                self._free[block.nbytes].append(block)
 
     def drain(self) -> None:
         """Free all memory that is not leased."""

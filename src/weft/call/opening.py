@@ -89,13 +89,12 @@ class Opening:
             WireError: a body could not be decoded.
         """
         group = self._group
-        found = []
-        for rank, each in enumerate(self._statements):
-            if own is not None and rank == group.rank:
-                found.append(own)
-            else:
-                found.append(group.decode(rank, "a statement", decode, each.body, *given))
-        return found
+        return [
+            group.decode(rank, "a statement", decode, each.body, *given)
+            if own is None or rank != group.rank
+            else own
+            for rank, each in enumerate(self._statements)
+        ]
 
     def bodies(self, nbytes: int) -> list[memoryview]:
         """The body of each rank, in rank order.

@@ -122,7 +122,7 @@ class Statement(NamedTuple):
             self.enabled,
             self.digest,
         )
-        gap = bytes(-(len(head) + len(text) + len(self.error)) % _ALIGNED)
+        gap = bytes(-(_HEAD.size + len(text) + len(self.error)) % _ALIGNED)
         rest = bytes(-own % _ALIGNED)
         return bytearray().join([head, text, self.error, gap, self.body, rest, *private])
 

@@ -167,7 +167,7 @@ class Header(NamedTuple):
         else:
             gaps = np.frombuffer(body[_FIXED.size :], _WIDTHS[width]).astype(np.int64)
             header = cls(total, highest, rate, gaps.cumsum(), _between(shares(total, points)))
-            is_valid = len(gaps) == points == len(header.weights)
+            is_valid = gaps.size == points == header.weights.size
             is_valid &= not points or header._ascends()
         if not is_valid:
             raise ValueError("no rank can have such rows")
@@ -187,7 +187,7 @@ class Header(NamedTuple):
         """
         totals, highest, rates, points, weights, _ = zip(*headers, strict=True)
         figures = sum(totals), max(highest), min(rates)
-        if any(one.rows is not None or (one.total and not len(one.points)) for one in headers):
+        if any(one.rows is not None or (one.total and not one.points.size) for one in headers):
             return cls(*figures)
         of_all = np.concatenate(points)
         order = np.argsort(of_all, kind="stable")
@@ -205,7 +205,7 @@ class Header(NamedTuple):
             most: points that are left.
             phase: which of the neighbours it is, from 0, the first, up to 65,535, the last.
         """
-        count = len(self.points)
+        count = self.points.size
         if count <= most:
             return self
         bounds = _evenly(count, most)
@@ -249,7 +249,7 @@ def shares(count: int, points: int = POINTS) -> Longs:
 
 def _evenly(count: int, parts: int) -> Longs:
     """Where parts of about equal length begin, and the end of the last."""
-    return np.arange(parts + 1, dtype=np.int64) * count // max(parts, 1)
+    return np.arange(parts + 1, dtype=np.int64) * count // (parts or 1)
 
 
 def _between(ends: Longs) -> Longs:

@@ -66,6 +66,7 @@ import socket
 import struct
 import sys
 import termios
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -369,10 +370,11 @@ class Connection:
                     pass
                 self.lose(str(error))
                 return
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
+            ends = [*itertools.accumulate(map(len, parts))]
+            gone = bisect_right(ends, sent)  # so many parts have gone as a whole
+            del parts[:gone]
             if parts:
-                rest = memoryview(parts[0])[sent:]
+                rest = memoryview(parts[0])[sent - ends[gone] :]
                 parts[:1] = [rest]  # no error if a handler of a signal has closed this meanwhile
             else:
                 for send in self._outgoing:
