@@ -223,26 +223,20 @@ def _tell(
 
 def _concluded(group: Group, call: str, statements: list[Statement]) -> Opening:
     """The conclusion from all ranks' statements; raises what every rank raises."""
-    fields = statements[0].fields
-    digest = statements[0].digest
-    are_alike = are_equal = are_enabled = True
-    records = False
-    for each in statements:
-        are_alike = are_alike and each.fields == fields and not each.error
-        are_equal = are_equal and each.digest == digest
-        are_enabled = are_enabled and each.enabled
-        records = records or each.records
-    number = max([each.number for each in statements])
+    _, numbers, fields, errors, *_, records, enabled, digests = zip(*statements, strict=True)
     # a rank that calls of some of the ranks left out goes on from the others' number
-    group.worker.calls = number
-    if are_alike and (are_enabled or not records):
-        known = dict(fields)
+    group.worker.calls = number = max(numbers)
+    is_recorded = True in records
+    are_in_one_mode = not (is_recorded and False in enabled)
+    if {*fields} == {fields[0]} and {*errors} == {b""} and are_in_one_mode:
+        known = dict(fields[0])
     else:
-        numbers = map(group.rank_in_errors, range(group.size))
-        of_all = dict(zip(numbers, statements, strict=True))
+        names = map(group.rank_in_errors, range(group.size))
+        of_all = dict(zip(names, statements, strict=True))
         known = agreed_fields(of_all)
         check_modes(call, of_all)
-    return Opening(number, known, records, are_equal, [], group, statements)
+    are_equal = {*digests} == {digests[0]}
+    return Opening(number, known, is_recorded, are_equal, [], group, statements)
 
 
 def _of_length(body: memoryview, nbytes: int) -> memoryview:

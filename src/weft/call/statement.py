@@ -104,27 +104,15 @@ class Statement(NamedTuple):
         Raises:
             RuntimeError: it is longer than a statement may be.
         """
-        own = len(self.body)
+        rank, number, fields, error, body, _, *rest = self
+        own = len(body)
         more = sum(map(len, private))
         if own + more > BODY:
             raise RuntimeError(f"a statement of {own + more} bytes")
-        text = b"" if repeats else encoded(self.fields)
-        head = _HEAD.pack(
-            _MAGIC,
-            len(text),
-            len(self.error),
-            own,
-            more,
-            self.rank,
-            self.number,
-            self.watched,
-            self.records,
-            self.enabled,
-            self.digest,
-        )
-        gap = bytes(-(_HEAD.size + len(text) + len(self.error)) % _ALIGNED)
-        rest = bytes(-own % _ALIGNED)
-        return bytearray().join([head, text, self.error, gap, self.body, rest, *private])
+        text = b"" if repeats else encoded(fields)
+        head = _HEAD.pack(_MAGIC, len(text), len(error), own, more, rank, number, *rest)
+        gap = bytes(-(_HEAD.size + len(text) + len(error)) % _ALIGNED)
+        return bytearray().join([head, text, error, gap, body, bytes(-own % _ALIGNED), *private])
 
 
 def unpack(raw: memoryview, like: Fields) -> list[Statement]:
