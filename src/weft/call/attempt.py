@@ -75,27 +75,25 @@ def attempt(function: Callable[[], T], group: object = None, *, name: str = "att
     return group.worker.call(call, job)
 
 
-def confess(
-    group: Group, call: str, trouble: BaseException | None, lacking: str | None = None
-) -> None:
+def confess(group: Group, call: str, trouble: BaseException | None) -> None:
     """Tell each other what went wrong on this rank, if anything did; collective.
 
     Args:
         group: the ranks that take part.
         call: name of the call.
         trouble: what was raised here.
-        lacking: what else is wrong here.
 
     Raises:
         WeftError: something went wrong on some rank; the same text on every rank.
     """
+    text = None
     if isinstance(trouble, WeftError):
         number = group.rank_in_errors(group.rank)
-        lacking = str(trouble).removeprefix(f"rank {number}: ")  # which is said for all
+        text = str(trouble).removeprefix(f"rank {number}: ")  # which is said for all
     elif trouble is not None:
-        lacking = in_words(trouble)
+        text = in_words(trouble)
     try:
-        opened(group, call, {}, error=lacking)
+        opened(group, call, {}, error=text)
     except WeftError as error:
         raise error from trouble
 
