@@ -117,6 +117,8 @@ def lists(dtype):
         indices[700:] += 2 * step
         samples += [codec.pack(indices, Pool(), gaps=gaps).tensor for gaps in (False, True)]
         code = kernels.index_code(indices[:300])
+        if code is None:  # in the child without machine code
+            continue
         room = torch.zeros(code.most, dtype=torch.uint8)
         room = room[: kernels.encode(indices[:300], code, room)]
         samples.append(torch.cat([torch.tensor([300, len(room), 5]).view(torch.uint8), room]))
@@ -213,7 +215,9 @@ def of_backend(group, job):
     return group.worker.call("a call of the backend", job)
 
 
-ALGORITHMS = "gather", "split", "doubling", "holders"
+ALGORITHMS = ["gather", "split", "doubling"]
+if kernels.is_compiled():
+    ALGORITHMS.append("holders")
 CALLS = {
     **{name: functools.partial(reduced, name) for name in ALGORITHMS},
     "eager": lambda group: weft.sparse_all_reduce(rows(group, 1), group=group),

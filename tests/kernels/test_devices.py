@@ -84,25 +84,19 @@ def test_a_survey_is_what_the_host_finds(some, dtype):
 
 @SOME
 @given(some=TABLES, dtype=INDEX_DTYPES)
-def test_unions_and_shares_are_those_of_the_cpu(some, dtype):
+def test_unions_are_those_of_the_cpu(some, dtype):
     runs = [torch.tensor(sorted(set(ids)), dtype=dtype) for ids in some]
 
-    weights = [5, 1, 3, 9, 2][: len(runs)]
+    def parts(union):
+        return [union.indices, *union.slots]
 
-    def parts(union, shares):
-        return [*union[0:1], *union[1], *shares[:3], torch.tensor(shares.starts)]
-
-    def found():
-        union = kernels.union(runs)
-        return parts(union, kernels.shares(union.slots, len(union.indices), weights))
-
-    expected, ends, ids = found(), [0, 7, 2**31, 2**63], {each for ids in some for each in ids}
+    expected, ids = parts(kernels.union(runs)), {each for ids in some for each in ids}
+    ends = [0, 7, 2**31, 2**63]
     with as_device():
-        equal(found(), expected)
-        below = [sum(each < end for each in ids) for end in ends]
-        union, shares = kernels.unite_and_share(runs, weights, ends, 30)
-        equal(parts(union, shares), expected)
-        assert union.below == kernels.union(runs, ends).below == below
+        equal(parts(kernels.union(runs)), expected)
+        union = kernels.union(runs, ends, 30)
+        equal(parts(union), expected)
+        assert union.below == [sum(each < end for each in ids) for end in ends]
 
 
 @pytest.mark.parametrize("wrong", [[5, 7, 7], [5, 3], [-1, 2], [5, 100]])
@@ -110,8 +104,6 @@ def test_runs_that_are_not_sorted_and_unique_are_refused(wrong):
     runs, text = [torch.arange(100), torch.tensor(wrong)], "run 1 of 2 is not sorted|out of bounds"
     with as_device(), pytest.raises(ValueError, match=text):
         kernels.union(runs, highest=99)
-    with as_device(), pytest.raises(ValueError, match=text):
-        kernels.unite_and_share(runs, [1, 1], highest=99)
 
 
 def test_functions_are_given_no_garbage():
@@ -166,12 +158,8 @@ def test_indices_take_one_read(reads, dtype):
     assert len(kernels.distinct(table).starts) == 9 and kernels.ascends(table, 9)
 
     runs = [empty(count, dtype=dtype) for count in (4, 0, 5)]
-    reads += [[0, 7, 2, 4], [0, 7, 0, 2, 4, 4, 4, 6, 7, 3, 0, 1, 0, 0, 0, 1, 0, 4]]
+    reads += [[0, 7, 2, 4]]
     assert kernels.union(runs, (3, 6)).below == [2, 4]
-    union, shares = kernels.unite_and_share(runs, [1, 2, 3])
-    assert [len(rows) for rows in kernels.deal(union.slots[0], shares, 0)] == [3, 0, 1]
-    assert len(kernels.pick(union.slots[2], shares, 2, to=2).rows) == 4
-    kernels.held(union.slots, empty(3))
 
 
 @pytest.mark.parametrize(("dtype", "op"), EACH_ONCE)
@@ -185,4 +173,3 @@ def test_values_take_none(reads, dtype, op):
     out = empty(8, 4, dtype=op.accumulator(dtype))
     kernels.combine(out, some, values[:3], op)
     kernels.finish(out, out.to(dtype), 3 if op.mean else 1)
-    kernels.put(out, some, out[:3])

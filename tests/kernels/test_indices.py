@@ -131,7 +131,7 @@ def test_indices_that_another_thread_changes_meanwhile_write_nowhere_else():
     assert CODE["mark.i64"](*known) == 100
     run += 50
     union = torch.full((200,), -7)
-    CODE["place.i64"](*known, ranks.data_ptr(), union.data_ptr())
+    CODE["place.i64"](*known, ranks.data_ptr(), union.data_ptr(), 100)
     assert union.tolist() == [*range(100)] + [-7] * 100
 
 

@@ -27,16 +27,11 @@ def work():
     assert kernels.reduce(values, found, OPS["sum"]).tolist() == [2.0, 5.0]
     union = kernels.union([found.indices] * 2)
     assert union.indices.tolist() == [2, 7]
-def few():  # compiling all takes longer
-    from weft.kernels import loops
-    for name in [name for name in loops.LOOPS if name != "pair"]:
-        del loops.LOOPS[name]
-    for name in [name for name in loops.INSTANCES if not name.startswith("pair.")]:
-        del loops.INSTANCES[name]
 def count():
-    made, compiled = [], jit.compiled_kernels
-    jit.compiled_kernels = lambda: [made.append(1), few(), compiled()][2]
-    assert sorted(jit.loops()) == ["pair.i32", "pair.i64"]
+    jit.USUAL = ("look", "put")  # compiling all takes longer
+    made, compiled = [], jit.compiled
+    jit.compiled = lambda *given: [made.append(1), compiled(*given)][1]
+    assert sorted(jit.loops()) == ["look", "put"]
     print(len(made), kernels.describe())
 """
 
@@ -81,7 +76,11 @@ def program(code, given):
     [
         ("sys.modules['numba'] = None", {}, "ModuleNotFoundError: "),
         ("sys.modules['llvmlite'] = None", {}, "ModuleNotFoundError: import of llvmlite halted"),
-        ("jit.compiled_kernels = lambda: 1 / 0", {}, "ZeroDivisionError: division by zero"),
+        (
+            "jit.folder_of_instances = lambda: None; jit.compiled = lambda *given: 1 / 0",
+            {},
+            "ZeroDivisionError: division by zero",
+        ),
         ("", {"WEFT_KERNELS": "reference"}, "WEFT_KERNELS=reference"),
     ],
 )
@@ -115,12 +114,13 @@ def test_another_process_loads_what_one_compiled(tmp_path):
     body = "count(); print('numba' in sys.modules)"
     words = f"numba {jit.importlib.metadata.version('numba')}, kept in {tmp_path}/cache/kernels;"
     (first,) = forked(1, body, tmp_path, **where)
-    assert first.startswith(f"1 {words}") and first.endswith("True\n")
+    assert first.startswith(f"2 {words}") and first.endswith("True\n")
     (second,) = forked(1, body, tmp_path, **where)
     assert second.startswith(f"0 {words}") and second.endswith("False\n")
 
-    (kept,) = (tmp_path / "cache" / "kernels").glob("*.o")
-    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    kept = next((tmp_path / "cache" / "kernels").glob("*/put"))
+    for folder in (kept.parent, kept.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for damaged in (b"", kept.read_bytes()[:-20], b"nonsense" * 100):  # it is repaired
         kept.write_bytes(damaged)
         assert forked(1, "count()", tmp_path, **where)[0].startswith("1 ")
@@ -129,24 +129,24 @@ def test_another_process_loads_what_one_compiled(tmp_path):
 
 def test_one_process_compiles_and_the_others_wait(tmp_path):
     outputs = forked(3, "count()", tmp_path, WEFT_CACHE_DIR=str(tmp_path / "cache"))
-    assert sorted(int(output.split()[0]) for output in outputs) == [0, 0, 1]
+    assert sorted(int(output.split()[0]) for output in outputs) == [0, 0, 2]
 
 
 def test_without_a_cache_it_compiles(tmp_path):
     (tmp_path / "file").write_text("")
     (output,) = forked(1, "count()", tmp_path, WEFT_CACHE_DIR=str(tmp_path / "file"))
-    assert output.startswith("1 ") and "kept in no cache" in output
+    assert output.startswith("2 ") and "kept in no cache" in output
 
 
 def test_a_lock_that_is_held_for_long_is_not_waited_for(tmp_path):
     body = """
 import filelock
 jit.WAIT = 0.1
-with filelock.FileLock(jit.cache_directory() / "lock"):
+with filelock.FileLock(jit.folder_of_instances().with_suffix(".lock")):
     count()
 """
     (output,) = forked(1, body, tmp_path)
-    assert output.startswith("1 ")
+    assert output.startswith("2 ")
 
 
 def test_a_home_that_cannot_be_written_to(tmp_path):
@@ -163,7 +163,7 @@ def test_a_home_that_cannot_be_written_to(tmp_path):
 def test_a_child_that_is_forked_meanwhile_works(tmp_path):
     body = """
 import os, threading, time
-jit.object_code = lambda: time.sleep(60)
+jit.folder_of_instances = lambda: time.sleep(60)
 threading.Thread(target=jit.loops, daemon=True).start()
 while not jit.choice.lock.locked():
     time.sleep(0.01)
@@ -215,8 +215,8 @@ def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
 
 def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    mine = jit.file_of_kernels()
-    assert mine == jit.file_of_kernels()
+    mine = jit.folder_of_instances()
+    assert mine == jit.folder_of_instances()
     changes = (
         ("name_of_cpu", lambda: "another"),
         ("version_of", lambda package: "0.1"),
@@ -225,13 +225,74 @@ def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
     for change in changes:
         with monkeypatch.context() as patch:
             patch.setattr(jit, *change)
-            assert jit.file_of_kernels() != mine
+            assert jit.folder_of_instances() != mine
 
 
 def test_old_versions_are_removed(tmp_path):
-    for number in range(12):
-        path = tmp_path / f"{number:016x}.o"
-        path.write_bytes(b"")
-        os.utime(path, (time.time() - 86400 * (31 if number == 3 else 1 + number),) * 2)
-    jit.write_kernels(tmp_path / f"{99:016x}.o", b"new")
-    assert sorted(int(path.stem, 16) for path in tmp_path.iterdir()) == [0, 1, 2, 4, 5, 6, 7, 8, 99]
+    for number in range(4):
+        folder = tmp_path / f"{number:016x}"
+        folder.mkdir()
+        (folder / "put").write_bytes(b"")
+        os.utime(folder, (time.time() - 86400 * (31 if number == 3 else 29),) * 2)
+    jit.keep(tmp_path / f"{99:016x}" / "put", b"new")
+    assert sorted(int(path.name, 16) for path in tmp_path.iterdir()) == [0, 1, 2, 99]
+
+
+# Instances that are not usual are made when they are asked for.
+
+
+def test_another_instance_is_made_when_it_is_asked_for(tmp_path):
+    body = """
+jit.USUAL = ("look",)
+loops = jit.loops()
+assert loops["put"] is not None and sorted(loops) == ["look", "put"]
+jit.compiled = lambda *given: 1 / 0
+permuted = kernels.Distinct(torch.tensor([3, 4]), torch.tensor([1, 0]), None)
+values = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+assert kernels.reduce(values, permuted, OPS["sum"]).tolist() == [[3.0, 4.0], [1.0, 2.0]]
+assert loops["take_rows.f64.f64"] is None
+print("fine")
+"""
+    (output,) = forked(1, body, tmp_path)
+    assert output.endswith("fine\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_that_is_forked_while_one_is_made_makes_no_more(tmp_path):
+    body = """
+import os, threading, time
+jit.USUAL = ("look",)
+loops = jit.loops()
+jit.compiled = lambda *given: time.sleep(60)
+threading.Thread(target=lambda: loops["put"], daemon=True).start()
+while not jit.choice.lock.locked():
+    time.sleep(0.01)
+if (child := os.fork()) == 0:
+    os._exit(loops["put"] is None and loops["look"] is not None)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+os._exit(0)
+"""
+    run(f"import warnings; warnings.simplefilter('ignore')\n{body}", tmp_path)
+
+
+def test_without_a_home_the_folder_for_temporary_files_serves_or_the_other(tmp_path):
+    body = """
+import tempfile
+from pathlib import Path
+def nowhere(*given):
+    raise FileNotFoundError("no usable temporary directory found")
+def homeless():
+    raise RuntimeError("could not determine the home directory")
+home, temporary = jit.user_cache, tempfile.gettempdir
+jit.user_cache = homeless
+print(jit.cache_directory())
+jit.user_cache, tempfile.gettempdir = home, nowhere
+print(jit.cache_directory())
+jit.user_cache = homeless
+print(jit.cache_directory())
+"""
+    (output,) = forked(1, body, tmp_path, TMPDIR=str(tmp_path))
+    first, second, third = output.split()
+    assert first.endswith(f"/weft-{os.geteuid()}/kernels")
+    assert second == f"{tmp_path}/home/.cache/weft/kernels"
+    assert third == "None"

@@ -131,7 +131,7 @@ def equals_the_definition(group, name):
 def over_a_group():
     with weft.init(timeout=90) as group, as_device():
         assert group.on(torch.device("cpu")).route == "cpu (gloo)"
-        for name, kind in product(["auto", "gather", "split", "holders"], KINDS):
+        for name, kind in product(["auto", "gather", "split"], KINDS):
             with in_case(name, kind):
                 parts, want = world(group.size, kind)
                 rows = parts[group.rank]

@@ -46,7 +46,8 @@ LINES = {
 PASSED_OVER = {
     "all rows of many ranks": (of(32, in_order=True), "gather", "holders"),
     "all rows of one of two": (of(2, most=600_000, total=600_000, fewest=0), "gather", "split"),
-    "little on an accelerator": (of(rows=2048, staying=True), "doubling", "holders"),
+    "little on an accelerator": (of(rows=2048, staying=True), "doubling", "split"),
+    "some without machine code": (of(32, rows=5000, compiled=False), "holders", "split"),
     "all rows of one of some": (of(most=400_000, fewest=0), "holders", "split"),
 }
 
@@ -93,9 +94,14 @@ def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
 
 def test_what_is_asked_for_runs_or_the_error_says_what_could():
     assert chosen(of(), "doubling", 8) == Line("doubling", "it was asked for")
-    able = ", ".join(sorted(ALGORITHMS.keys() - {"doubling"}))
-    with pytest.raises(weft.WeftError, match=f"tensors of the CPU: use auto, or one of {able}$"):
-        chosen(of(staying=True), "doubling", 8)
+    able = ", ".join(sorted(ALGORITHMS.keys() - {"doubling", "holders"}))
+    for name in ("doubling", "holders"):
+        with pytest.raises(weft.WeftError, match=f"tensors of the CPU: .* one of {able}$"):
+            chosen(of(staying=True), name, 8)
+    able = ", ".join(sorted(ALGORITHMS.keys() - {"holders"}))
+    with pytest.raises(weft.WeftError, match=f"some rank has none, .* one of {able}$"):
+        chosen(of(compiled=False), "holders", 8)
+    assert chosen(of(compiled=False), "doubling", 8).algorithm == "doubling"
 
 
 def test_explain_and_the_record_say_which_line_decided():

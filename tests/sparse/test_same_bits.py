@@ -90,8 +90,9 @@ def program(group, hosts, rate):
     Also of what rank 0 gets of the rest of the family.
     """
     found = {}
+    names = [name for name in NAMES if name != "holders" or kernels.is_compiled()]
     with on_hosts(group, hosts):
-        for (what, (rows, op)), name in product(calls_in(group).items(), NAMES):
+        for (what, (rows, op)), name in product(calls_in(group).items(), names):
             set_rate(group, rate + 7 * group.rank if rate == LOW else rate)
             total = weft.sparse_all_reduce(rows, op, algorithm=name, group=group)
             found[what, name] = {(last_call(group).algorithm, bits_of(total))}
@@ -131,7 +132,8 @@ def test_with_and_without_machine_code():
     ((serves, plain),) = processes(1, plain_bits, env={"WEFT_KERNELS": "reference"})
     assert serves.startswith("torch operations (WEFT_KERNELS=reference)")
     assert kernels.describe().startswith("numba")
-    assert plain == bits_over(PAIRS)
+    both = bits_over(PAIRS)
+    assert plain == {case: both[case] for case in both if case[1] != "holders"}
 
 
 def test_ranks_are_added_in_their_order():

@@ -420,7 +420,7 @@ def test_one_rank_errs_and_all_are_told(group):
 
 
 @pytest.mark.parametrize("height", [None, 50])
-@pytest.mark.parametrize("name", ["auto", "gather", "holders", "split"])
+@pytest.mark.parametrize("name", ["auto", "gather", "split"])
 def test_a_host_waits_for_an_accelerator_as_often_for_a_list_as_for_a_table(
     monkeypatch, height, name
 ):

@@ -64,7 +64,7 @@ def look(ahead: Preview) -> Iterator[Finding]:
     yield namesake()
     yield "ok", about()
     for name, what, package in (
-        ("numba", "weft's arithmetic as machine code, several times quicker", "numba"),
+        ("numba", "weft's arithmetic as machine code, and for algorithm holders", "numba"),
         ("rich", "weft demo", "'weft-collectives[demo]'"),
         ("matplotlib", "weft demo", "'weft-collectives[demo]'"),
     ):

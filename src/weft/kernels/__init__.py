@@ -17,15 +17,15 @@ The vocabulary:
   it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
 * `merge(runs, op)` is union and combine over whole runs.
-* `shares(slots, total, weights)` gives each place of a union to one of the runs that have it;
-  `deal` sorts a run's rows by the run that was given their places, `pick` finds those that some
-  run was given, and where it has them; `put` brings rows to places.
-* `held`: see there.
+* `shares(slots, total)` gives each place of a union to one of the runs that have it; `pick` finds
+  the rows of a run whose places some run was given, and where it has them.
 * `index_code`, `encode`, `decode`: sorted indices in few bits; see `codec`.
 
-On an accelerator the host waits only in `read`. `survey`, `union`, `shares` and `unite_and_share`
-read once, whatever they are asked, and so do `distinct` and `ascends`; what comes after these does
-not.
+`shares`, `pick` and the index codes are machine code alone. Where a rank has none (`is_compiled`),
+no rank calls them: the opening of a call tells.
+
+On an accelerator the host waits only in `read`. `survey` and `union` read once, whatever they are
+asked, and so do `distinct` and `ascends`; what comes after these does not.
 
 Which of them serves on the host is decided once in a process, at `weft.init` or by the first call
 (`jit`): machine code, or torch operations for all of it, where Numba is missing or fails, or where
@@ -48,14 +48,13 @@ from .codec import IndexCode as IndexCode
 from .codec import decode as decode
 from .codec import encode as encode
 from .codec import index_code as index_code
+from .cpu import Picked as Picked
+from .cpu import Shares as Shares
 from .ops import OPS as OPS
 from .ops import Op
 from .reference import Distinct as Distinct
-from .reference import Picked as Picked
-from .reference import Shares as Shares
 from .reference import Survey as Survey
 from .reference import Union as Union
-from .reference import held as held
 from .reference import read as read
 from .reference import there as there
 
@@ -63,6 +62,11 @@ from .reference import there as there
 def prepare() -> None:
     """Load the machine code, or make it, which may take ten seconds once on a machine."""
     jit.loops()
+
+
+def is_compiled() -> bool:
+    """Whether there is machine code, and not torch operations alone."""
+    return jit.loops() is not None
 
 
 def describe() -> str:
@@ -316,55 +320,24 @@ def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor
     return indices, total
 
 
-def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
-    """Give each place of a union to one of the runs that have it, in proportion to their weights.
+def shares(slots: Sequence[Tensor], total: int) -> Shares:
+    """Give each place of a union to one of the runs that have it, each of them equally often.
 
-    The same slots and weights give the same shares everywhere. Places that several runs have are
-    shared out by a sequence that is more even than chance, so runs of equal weight that have the
-    same places get equally many, give or take two or so.
+    The same slots give the same shares everywhere. Places that several runs have are shared out by
+    a sequence that is more even than chance, so runs that have the same places get equally many,
+    give or take two or so.
 
     Args:
-        slots: of all runs, as `union` gives them.
+        slots: of all runs, as `union` gives them; on the CPU.
         total: U, the places of the union.
-        weights: for each run 1 to 2**16.
-
-    Raises:
-        ValueError: a weight is not.
 
     Example:
         >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
-        >>> given = shares(slots, 3, [1, 1])
+        >>> given = shares(slots, 3)
         >>> given.of(0), given.of(1)
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
-    _check(weights)
-    slots = [slot.contiguous() for slot in slots]
-    code = _code(slots[0])
-    if code is None:
-        return reference.shares(slots, total, weights)
-    return cpu.shares(code, slots, total, weights)
-
-
-def unite_and_share(
-    runs: Sequence[Tensor],
-    weights: Sequence[int],
-    below: Sequence[int] = (),
-    highest: int | None = None,
-) -> tuple[Union, Shares]:
-    """`union`, and the `shares` of its slots, of runs on an accelerator, with one `read` for both.
-
-    Example:
-        >>> _, given = unite_and_share([torch.tensor([2, 5]), torch.tensor([1, 5])], [1, 1])
-        >>> given.of(0), given.of(1)
-        (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
-    """
-    _check(weights)
-    return reference.unite_and_share([run.contiguous() for run in runs], weights, below, highest)
-
-
-def _check(weights: Sequence[int]) -> None:
-    if min(weights) < 1 or max(weights) > 2**16:
-        raise ValueError(f"weights are {list(weights)}: give each run one from 1 to 65536")
+    return cpu.shares(jit.required(), [slot.contiguous() for slot in slots], total)
 
 
 def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
@@ -378,68 +351,7 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
 
     Example:
         >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
-        >>> pick(slots[1], shares(slots, 3, [1, 1]), 1, to=0)
+        >>> pick(slots[1], shares(slots, 3), 1, to=0)
         Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
     """
-    slots = slots.contiguous()
-    code = _code(slots)
-    if code is None:
-        return reference.pick(slots, shares, run, to)
-    return cpu.pick(code, slots, shares, run, to)
-
-
-def deal(slots: Tensor, shares: Shares, run: int) -> list[Tensor]:
-    """A run's rows by the run that their places were given to.
-
-    Args:
-        slots: of the run.
-        shares: what `shares` said of all runs' slots.
-        run: which run.
-
-    Returns:
-        For each run int32: the positions in this run of the rows given to it, ascending.
-
-    Example:
-        >>> slots = union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots
-        >>> deal(slots[1], shares(slots, 3, [1, 1]), 1)
-        [tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32)]
-    """
-    slots = slots.contiguous()
-    code = _code(slots)
-    if code is None:
-        return reference.deal(slots, shares, run)
-    return cpu.deal(code, slots, shares)
-
-
-def put(out: Tensor, places: Tensor, values: Tensor) -> None:
-    """Bring rows to their places: `out[places[i]] = values[i]`.
-
-    Args:
-        out: `[n, *row_shape]`.
-        places: int32 `[k]`, all different.
-        values: `[k, *row_shape]`, of the dtype of `out`.
-
-    Raises:
-        IndexError: a place is not one of a row of `out`.
-        ValueError: there is not one place for each row, or `out` has another row shape or dtype.
-
-    Example:
-        >>> out = torch.zeros(3)
-        >>> put(out, torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1.0, 4.0]))
-        >>> out
-        tensor([4., 0., 1.])
-    """
-    alike = values.dtype == out.dtype and values.shape == (len(places), *out.shape[1:])
-    if not alike:
-        raise ValueError(
-            f"{len(places)} places, values {tuple(values.shape)} of {values.dtype} and out "
-            f"{tuple(out.shape)} of {out.dtype} do not fit together: give a place for each row, "
-            "and rows of one shape and dtype"
-        )
-    if values.numel() == 0:
-        return
-    code, values = _code(values), _detached(values)
-    if code is None or not out.is_contiguous():
-        out.index_copy_(0, places.long(), values)
-    else:
-        cpu.put(code, out, places.contiguous(), values.resolve_neg().contiguous())
+    return cpu.pick(jit.required(), slots.contiguous(), shares, run, to)

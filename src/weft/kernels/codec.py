@@ -11,8 +11,8 @@ indices of its block; so skewed lists are short too.
 
 All numbers are little-endian and bits count from the lowest: a byte for each width, zeros up to
 whole words of 64 bits; words of remainders, and a word of zeros behind them; words of unary parts.
-Here is the definition, in NumPy, and what hands the work to machine code, which gives the same
-bytes and refuses the same damage.
+What writes and reads them is machine code (`loops`); a rank that has none sends lists plainly, and
+so do all ranks of a call with it.
 
 Rice, "Some practical universal noiseless coding techniques" (JPL 79-22, 1979), for the code;
 Kiely, "Selecting the Golomb parameter in Rice coding" (IPN Progress Report 42-159, 2004), for the
@@ -81,13 +81,13 @@ def _lengths(count: int) -> Longs:
 
 
 def index_code(indices: Tensor) -> IndexCode | None:
-    """How these indices are best written; None if they are too far apart.
+    """How these indices are best written; None if they are too far apart, or nobody can write them.
 
     Args:
         indices: at least two, sorted and unique, int32 or int64, contiguous, on the CPU.
     """
     found = numbers_of(indices)
-    if int(found[-1]) - int(found[0]) >= _FARTHEST:
+    if jit.loops() is None or int(found[-1]) - int(found[0]) >= _FARTHEST:
         return None
     ends = np.append(found[:-1:_BLOCK], found[-1:]).astype(np.int64)
     lengths = _lengths(len(found))
@@ -118,34 +118,14 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     raw[: len(code.widths)] = code.widths
     raw[len(code.widths) : code.start] = 0
     raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
-    loops = jit.loops()
-    if loops is None:
-        return _encode(numbers_of(indices), code, raw)
     address = out.data_ptr()
-    words = loops[f"encode.{kind_of(indices.dtype)}"](
+    words: int = jit.required()[f"encode.{kind_of(indices.dtype)}"](
         *(indices.data_ptr(), len(indices)),
         *(address, address + code.start, address + code.unary, (code.most - code.unary) // 8),
     )
     if words < 0:
         raise ValueError("indices changed while they were being packed: wait for their writer")
     return code.unary + 8 * words
-
-
-def _encode(indices: NDArray[np.integer], code: IndexCode, raw: NDArray[np.uint8]) -> int:
-    longs: Longs = indices.astype(np.int64)
-    gaps: Longs = longs[1:] - longs[:-1] - 1
-    widths = np.repeat(code.widths.astype(np.int64), _lengths(len(indices)))
-    starts = np.cumsum(widths) - widths
-    bits = np.zeros(64 * code.remainders, np.uint8)
-    for bit in range(int(code.widths.max())):
-        some = widths > bit
-        bits[starts[some] + bit] = gaps[some] >> bit & 1
-    raw[code.start : code.unary] = np.packbits(bits, bitorder="little")
-    ones = np.cumsum((gaps >> widths) + 1) - 1
-    bits = np.zeros(-(-(int(ones[-1]) + 1) // 64) * 64, np.uint8)
-    bits[ones] = 1
-    raw[code.unary : code.unary + len(bits) // 8] = np.packbits(bits, bitorder="little")
-    return code.unary + len(bits) // 8
 
 
 def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
@@ -167,43 +147,12 @@ def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
         return False
     code = IndexCode.of(widths, count)
     words = (len(packed) - code.unary) // 8
-    if words < 1 or not 0 <= first <= last:
-        return False
     loops = jit.loops()
-    if loops is None:
-        return _decode(packed.numpy(), code, words, first, last, out.numpy())
+    if loops is None or words < 1 or not 0 <= first <= last:
+        return False
     address = packed.data_ptr()
     damaged = loops[f"decode.{kind_of(out.dtype)}"](
         *(first, last, count, address, address + code.start, address + code.unary),
         *(words, out.data_ptr()),
     )
-    return damaged == 0
-
-
-def _decode(
-    raw: NDArray[np.uint8],
-    code: IndexCode,
-    words: int,
-    first: int,
-    last: int,
-    out: NDArray[np.integer],
-) -> bool:
-    widths = np.repeat(code.widths.astype(np.int64), _lengths(len(out)))
-    unary = raw[code.unary : code.unary + 8 * words]
-    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))[: len(widths)]
-    if len(ones) < len(widths):
-        return False
-    quotients = np.diff(ones, prepend=-1) - 1
-    if bool((quotients > (last - first) >> widths).any()):  # before they overflow
-        return False
-    gaps = quotients << widths
-    bits = np.unpackbits(raw[code.start : code.unary], bitorder="little").astype(np.int64)
-    starts = np.cumsum(widths) - widths
-    for bit in range(int(code.widths.max())):
-        some = widths > bit
-        gaps[some] |= bits[starts[some] + bit] << bit
-    if gaps.sum(dtype=np.float64) > 2.0**62 or int(gaps.sum()) + len(gaps) > last - first:
-        return False
-    out[0] = first
-    out[1:] = first + np.cumsum(gaps + 1)
-    return True
+    return not damaged

@@ -12,27 +12,33 @@ import math
 import threading
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import pool
-from .jit import Loop, Loops
-from .ops import OPS, Op
-from .reference import Distinct, Picked, Shares, Union, name_unsorted
+from .jit import Loops
+from .ops import Op
+from .reference import Distinct, Union, name_unsorted
 
 _KINDS = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "bool",
 }
+_SUMS = {
+    "f32": ("f32", "f16", "bf16"),  # also as they are sent
+    "f16": ("f16", "f32", "f64"),
+    "bf16": ("bf16", "f32", "f64"),
+    "f64": ("f64",),
+    "i32": ("i32",),
+    "i64": ("i64",),
+}
+"""Of which kinds rows are summed by machine code, into which; `reference` serves all others."""
 _DIGIT = 11  # bits that one pass of the sort looks at; its counts then fit the first cache
 _SMALL = 1 << 16  # words of bitmap that stay in the cache
 _MOST = 1 << 25  # words of bitmap whose bits have numbers that fit an int32
@@ -40,7 +46,7 @@ _KEPT = 1 << 22  # words of workspace that a thread keeps
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What lies in memory, as `loops` name it."""
+    """What lies in memory, as instances of loops name it."""
     return _KINDS[dtype]
 
 
@@ -129,7 +135,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     if united < 0:
         name_unsorted(runs)
     indices = runs[0].new_empty(united)
-    code[f"place.{kind}"](*given, ranks.data_ptr(), indices.data_ptr())
+    code[f"place.{kind}"](*given, ranks.data_ptr(), indices.data_ptr(), united)
     return Union(indices, slots)
 
 
@@ -155,7 +161,7 @@ def _in_pairs(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> T
     )
     for some, outer in ((slots[:half], left_slots), (slots[half:], right_slots)):
         for slot in some if len(some) > 1 else ():
-            code["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr())
+            code["compose"](slot.data_ptr(), slot.numel(), outer.data_ptr(), outer.numel())
     return out[:count]
 
 
@@ -167,109 +173,156 @@ def _side(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> tuple
     return union, torch.empty(union.numel(), dtype=torch.int32)
 
 
-# Sharing places out ---------------------------------------------------------------------------
+# Who sums what --------------------------------------------------------------------------------
 
 
-def shares(code: Loops, slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
+class Shares(NamedTuple):
+    """The places of a union shared out: each is given to one of the runs that have it.
+
+    Attributes:
+        groups: int32 `[U]`: twice the run that a place was given to, plus 1 if several runs have
+            it.
+        order: int32 `[U]`, the places by group: first those that run 0 has alone, then the others
+            given to it, then run 1's, and so on; ascending in each group.
+        positions: int32 `[U]`: where in `order` each place stands.
+        starts: where in `order` each group starts, and its end: twice the number of runs, and one.
+    """
+
+    groups: Tensor
+    order: Tensor
+    positions: Tensor
+    starts: list[int]
+
+    def of(self, run: int) -> Tensor:
+        """The places given to a run, those first that it has alone."""
+        return self.order[self.starts[2 * run] : self.starts[2 * run + 2]]
+
+    def count(self, run: int) -> int:
+        """How many places were given to a run."""
+        return self.starts[2 * run + 2] - self.starts[2 * run]
+
+    def alone(self, run: int) -> int:
+        """How many places a run has alone."""
+        return self.starts[2 * run + 1] - self.starts[2 * run]
+
+
+class Picked(NamedTuple):
+    """The rows of one run whose places were given to some run, in the order of `Shares.of`.
+
+    Attributes:
+        rows: int32: their positions in their run.
+        slots: int32: their places among those given, counted from 0; as `~place` where no earlier
+            run has it.
+    """
+
+    rows: Tensor
+    slots: Tensor
+
+
+def shares(code: Loops, slots: Sequence[Tensor], total: int) -> Shares:
     """See `weft.kernels.shares`."""
-    words = torch.zeros(total, dtype=torch.int64)
-    keys, order, at = torch.empty(3, total, dtype=torch.int32)
-    for slot, weight in zip(slots, weights, strict=True):
-        code["weigh"](slot.data_ptr(), len(slot), weight, words.data_ptr())
-    code["aim"](words.data_ptr(), total, keys.data_ptr())
-    for run, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
-        code["choose"](slot.data_ptr(), len(slot), weight, run, words.data_ptr(), keys.data_ptr())
-    many = 2 * len(slots)
-    starts = torch.zeros(many + 1, dtype=torch.int64)
-    code["arrange"](
-        keys.data_ptr(), total, many, starts.data_ptr(), order.data_ptr(), at.data_ptr()
+    table = array("q")
+    for slot in slots:
+        table.extend((0, slot.numel(), slot.data_ptr()))
+    groups, order, positions = torch.empty(3, total, dtype=torch.int32)
+    starts = torch.empty(2 * len(slots) + 1, dtype=torch.int64)
+    code["share"](
+        *(table.buffer_info()[0], len(slots), total),
+        *(groups.data_ptr(), starts.data_ptr(), order.data_ptr(), positions.data_ptr()),
     )
-    return Shares(keys, order, at, starts.tolist())
+    return Shares(groups, order, positions, starts.tolist())
 
 
 def pick(code: Loops, slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
     """See `weft.kernels.pick`."""
-    room = min(len(slots), shares.count(to))
-    rows, there = torch.empty(2, room, dtype=torch.int32)
-    found = code["pick"](
-        *(slots.data_ptr(), len(slots), shares.keys.data_ptr(), to),
-        *(shares.at.data_ptr(), shares.starts[2 * to], shares.alone(to) if run == to else 0),
-        *(rows.data_ptr(), there.data_ptr()),
+    rows, slots_of_rows = torch.empty(2, min(len(slots), shares.count(to)), dtype=torch.int32)
+    count = code["pick"](
+        *(slots.data_ptr(), len(slots)),
+        *(shares.groups.data_ptr(), shares.positions.data_ptr(), len(shares.groups)),
+        *(to, shares.starts[2 * to], shares.alone(to) if run == to else 0),
+        *(rows.data_ptr(), slots_of_rows.data_ptr()),
     )
-    return Picked(rows[:found], there[:found])
-
-
-def deal(code: Loops, slots: Tensor, shares: Shares) -> list[Tensor]:
-    """See `weft.kernels.deal`."""
-    which = slots.data_ptr(), len(slots), shares.keys.data_ptr()
-    counts = torch.zeros(len(shares.starts) // 2, dtype=torch.int64)
-    code["deal"](*which, counts.data_ptr(), 0)
-    starts = counts.cumsum(0) - counts
-    rows = torch.empty(len(slots), dtype=torch.int32)
-    code["deal"](*which, starts.data_ptr(), rows.data_ptr())
-    return list(torch.split(rows, counts.tolist()))
+    return Picked(rows[:count], slots_of_rows[:count])
 
 
 # Values ---------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _values_key(src: torch.dtype, dst: torch.dtype, name: str) -> str:
-    """The part of an instance's name that says kinds and operation."""
-    return f"{kind_of(src)}.{kind_of(dst)}.{'sum' if OPS[name].mean else name}"
-
-
-def _loop(code: Loops, name: str, values: Tensor, out: Tensor, op: Op) -> Loop | None:
-    """The loop for these, with the numbers of a row filled in; None if there is none."""
-    if not (op.builtin and out.is_contiguous()):
-        return None
-    key = _values_key(values.dtype, out.dtype, op.name)
-    loop, width = code.get(f"{name}.{key}"), math.prod(values.shape[1:])
-    if loop is None or width != 1:
-        return None if loop is None else functools.partial(loop, width)
-    return code[f"{name}.{key}.1"]
+def _kinds(src: torch.dtype, dst: torch.dtype, op: str) -> tuple[str, str, str, str] | None:
+    """What the loops for such rows are named by: kinds of values, result and sums; operation."""
+    kind, goal = _KINDS.get(src, ""), _KINDS.get(dst, "")
+    if op in ("sum", "avg") and goal in _SUMS.get(kind, ()):
+        return kind, goal, "f32" if dst.itemsize == 2 else goal, "sum"
+    if op in ("min", "max") and kind == goal and kind in ("f32", "f64"):
+        return kind, goal, goal, op
+    return None
 
 
 def reduce(
     code: Loops, values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None = None
 ) -> bool:
-    """See `weft.kernels.reduce`; `rows` are contiguous."""
-    loop = _loop(code, "reduce", values, out, op)
+    """See `weft.kernels.reduce`."""
+    kinds = _kinds(values.dtype, out.dtype, op.name)
+    if kinds is None or not (op.builtin and out.is_contiguous()):
+        return False
+    src, dst, total, name = kinds
+    width = math.prod(values.shape[1:])
+    of = "numbers" if width == 1 else "rows"
+    order, starts = distinct.order, distinct.starts
+    if order is None:
+        order = torch.arange(len(values))
+    if starts is None:
+        loop = code[f"take_{of}.{src}.{dst}"]
+        order = order if rows is None else order.index_select(0, rows)
+    else:
+        loop = code[f"reduce_{of}.{src}.{dst}.{total}.{name}"]
+        begins, ends = starts[:-1], starts[1:]
+        if rows is not None:
+            begins, ends = begins.index_select(0, rows), ends.index_select(0, rows)
+        begins_at, ends_at = begins.data_ptr(), ends.data_ptr()
     if loop is None:
         return False
     values, stride = _rows(values)
-    size, wider = out.stride(0) * out.element_size(), out.element_size() == 2
-    count, many = out.shape[0], distinct.indices.numel()
-    cuts = pool.ranges(count, pool.share(2 * count * size))
-    order = 0 if distinct.order is None else distinct.order.data_ptr()
-    starts = 0 if distinct.starts is None else distinct.starts.data_ptr()
-    from_, to = values.data_ptr(), out.data_ptr()
-    chosen = 0 if rows is None else rows.data_ptr()
+    given = values.data_ptr(), stride
+    order_at, last, size = order.data_ptr(), order.numel(), width * out.element_size()
+    out_at = out.data_ptr()
 
-    def part(start: int, stop: int) -> int:
-        sums = torch.empty(out[:1].numel() if wider else 0, dtype=torch.float32)
-        target = to + start * size
-        return loop(
-            *(from_, stride, order, starts, chosen, many, start, stop, target, size),
-            sums.data_ptr(),
-        )
+    def take(first: int, stop: int) -> None:
+        loop(*given, order_at + 8 * first, stop - first, width, out_at + size * first, size)
 
-    if outside := sum(pool.run(part, cuts)):
-        raise IndexError(f"{outside} of {count} rows are not among the {many} distinct ones")
+    def add(first: int, stop: int) -> None:
+        target = out_at + size * first, size
+        sums = target
+        if total != dst:  # in one row, which is rounded when all is added
+            scratch = torch.empty(width, dtype=torch.float32)
+            sums = scratch.data_ptr(), 0
+        segments = begins_at + 8 * first, ends_at + 8 * first, stop - first
+        loop(*given, order_at, last, *segments, width, *target, *sums)
+
+    part = take if starts is None else add
+    pool.run(part, pool.ranges(out.shape[0], pool.share(2 * out.nbytes)))
     return True
 
 
 def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:
     """See `weft.kernels.combine`."""
-    loop = _loop(code, "combine", values, out, op)
+    kinds = _kinds(values.dtype, out.dtype, op.name)
+    if kinds is None or not (op.builtin and out.is_contiguous()):
+        return False
+    width = math.prod(values.shape[1:])
+    src, dst, _, name = kinds
+    loop = code[f"combine_{'numbers' if width == 1 else 'rows'}.{src}.{dst}.{name}"]
     if loop is None:
         return False
     values, stride = _rows(values)
-    count, height, size = slots.numel(), out.shape[0], out.stride(0) * out.element_size()
-    to, where, from_ = out.data_ptr(), slots.data_ptr(), values.data_ptr()
+    count, height, size = slots.numel(), out.shape[0], width * out.element_size()
+    to, slots_at, from_ = out.data_ptr(), slots.data_ptr(), values.data_ptr()
 
-    def part(start: int, stop: int) -> int:
-        return loop(to, height, base, where, from_, stride, start, stop, size)
+    def part(first: int, stop: int) -> int:
+        rows = slots_at + 4 * first, from_ + stride * first, stride, stop - first
+        outside: int = loop(to, height, base, *rows, width, size)
+        return outside
 
     outside = sum(pool.run(part, pool.ranges(count, pool.share(3 * count * stride))))
     if outside:
@@ -278,17 +331,6 @@ def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, bas
             "pass the slots of those places only"
         )
     return True
-
-
-def put(code: Loops, out: Tensor, places: Tensor, values: Tensor) -> None:
-    """See `weft.kernels.put`; all contiguous."""
-    size, count = values.nbytes // len(values), len(values)
-    addresses = places.data_ptr(), values.data_ptr()
-    if outside := code["scatter"](out.data_ptr(), len(out), *addresses, size, count):
-        raise IndexError(
-            f"{outside} of {count} rows belong outside of places 0 to {len(out) - 1}: "
-            "pass places of the result only"
-        )
 
 
 def _rows(values: Tensor) -> tuple[Tensor, int]:

@@ -1,12 +1,12 @@
-"""Machine code of the loops: made or loaded once in a process, all of it or none.
+"""Machine code of the loops: instances, each made once on a machine and kept in a file.
 
-The first `weft.init`, or kernel call, decides for the whole process: `loops()` gives every loop of
-`loops.INSTANCES` from then on, or None, and torch operations serve. No call waits for a compiler
-later, and none sees the choice change.
+The first `weft.init`, or kernel call, decides for the whole process whether there is machine code:
+`loops()` gives it from then on, or None, and torch operations serve. By then all instances are
+loaded that are often asked for (`USUAL`); another one when it is asked for first.
 
-Numba turns each loop into LLVM's language, once for all kinds of numbers; the instances, in which
-kinds and operations are constants, are optimised together and become one object file. It is kept
-in the user's cache directory (or `WEFT_CACHE_DIR`), under a digest of all that it was made of. One
+An instance is one of the loops in `loops`, with constants as its first arguments: its name,
+"combine_rows.bf16.f32.sum", says which. Numba makes it, and it becomes an object file in the user's
+cache directory (or `WEFT_CACHE_DIR`), in a folder named by a digest of all that it is made of. One
 process of a host makes it, under a lock; the others wait, then load it, for which Numba is not
 imported. What is loaded is run, so the directory must belong to this user and be closed to others;
 without one, each process compiles for itself.
@@ -19,16 +19,16 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
+import shutil
 import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,89 @@ from typing import Any
 import filelock
 import platformdirs
 
-Loop = Callable[..., int]
-Loops = Mapping[str, Loop]
-
 _log = logging.getLogger("weft")
+SOURCES = ("jit.py", "loops.py", "page.py", "words.py")
 _PREFIX = "weft."  # of the names of instances
-SOURCES = ("jit.py", "llvm_intrinsics.py", "loops.py", "page.py", "shared.py")
-# what machine code may ask of the C library
-_FROM_C = {"memcpy", "memset", "memmove", "sched_yield"}
+_FROM_C = {"memcpy", "memset", "memmove", "sched_yield"}  # what machine code may call
 WAIT = 120.0  # seconds that another process may take to compile; then it is done here too
-_KEPT = 8  # versions of machine code that stay beside this one,
-_DAYS = 30.0  # if they were used in so many days
+_DAYS = 30.0  # for which code is kept that nobody loads
+
+_OF_MEETINGS = "look put put_each reached announce find confirm impossible"
+_OF_INDICES = "scan sort unpack ends mark place pair encode decode"
+_SIZES = "numbers", "rows"
+USUAL = (
+    *_OF_MEETINGS.split(),
+    *(f"{loop}.{index}" for loop in _OF_INDICES.split() for index in ("i32", "i64")),
+    *("compose", "share", "pick"),
+    *(f"take_{of}.f32.f32" for of in _SIZES),
+    *(f"reduce_{of}.f32.f32.f32.sum" for of in _SIZES),
+    *(f"combine_{of}.f32.f32.sum" for of in _SIZES),
+)
+"""The instances that are there, all or none, before the deadline of any wait begins."""
+
+
+class Loops(dict[str, Any]):
+    """The instances of this process, by their names: functions of int64, or None.
+
+    Those that are not there yet are loaded, or made, when they are looked up; None stands for one
+    that cannot be.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """
+        Args:
+            folder: where they are kept; None: nowhere.
+        """
+        import llvmlite.binding as llvm
+
+        self._folder = folder
+        self._machine = _machine()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
+        self.is_closed = False  # no more of them can be loaded
+
+    def __missing__(self, name: str) -> Any:
+        with choice.lock:
+            if name not in self and not self.is_closed:
+                try:
+                    self.load([name])
+                except Exception as error:  # of Numba, which may be broken in any of many ways
+                    _log.warning("torch operations serve instead of %s: %s", name, error)
+        return self.setdefault(name, None)
+
+    def load(self, names: Sequence[str]) -> None:
+        """Load instances; those that no process has made before are made."""
+        absent = self.load_kept(names)
+        if not absent:
+            return
+        with _turn(self._folder):
+            absent = self.load_kept(absent)  # another process has made some meanwhile
+            if len(absent) > 1:
+                _log.warning("compiling weft's arithmetic, once on this machine: ten seconds or so")
+            for name in absent:
+                data = compiled(name, self._machine)
+                self._add(name, data)
+                if self._folder is not None:
+                    keep(self._folder / name, data)
+
+    def load_kept(self, names: Sequence[str]) -> list[str]:
+        """Load those that are in the cache; returns the others."""
+        absent = []
+        for name in names:
+            data = None if self._folder is None else _kept(self._folder / name)
+            if name not in self and data is None:
+                absent.append(name)
+            elif data is not None:
+                self._add(name, data)
+        return absent
+
+    def _add(self, name: str, data: bytes) -> None:
+        """Load an instance: a byte that says how many arguments it has, and its object file."""
+        import llvmlite.binding as llvm
+
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(data[1:]))
+        self._engine.finalize_object()
+        form = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * data[0])
+        self[name] = form(self._engine.get_function_address(_PREFIX + name))
 
 
 class _Choice:
@@ -57,14 +129,13 @@ class _Choice:
         self.known = False
         self.loops: Loops | None = None
         self.reason = ""  # why none
-        self.engine: Any = None  # which holds the memory of the machine code
 
 
 choice = _Choice()
 
 
 def loops() -> Loops | None:
-    """All loops, by the names of `loops.INSTANCES`; None: torch operations serve.
+    """All loops, by the names of their instances; None: torch operations serve.
 
     Made, or loaded, by the first call in a process; that may take ten seconds once on a machine.
     """
@@ -75,6 +146,13 @@ def loops() -> Loops | None:
     return choice.loops
 
 
+def required() -> Loops:
+    """The loops, for what is only called where all ranks have them."""
+    found = loops()
+    assert found is not None, choice.reason
+    return found
+
+
 def describe() -> str:
     """What serves and where it is kept, in a line; makes the choice."""
     if loops() is None:
@@ -82,29 +160,43 @@ def describe() -> str:
     return f"numba {version_of('numba')}, kept in {cache_directory() or 'no cache'}"
 
 
-def _forbidden() -> str:
-    """The variable of the environment that forbids machine code, or nothing."""
-    return "WEFT_KERNELS=reference" if os.environ.get("WEFT_KERNELS") == "reference" else ""
-
-
 def _choose() -> None:
     reason = _forbidden()
     if not reason:
         try:
-            choice.engine, choice.loops = _loaded(object_code())
+            found = _loops_in(folder_of_instances())
+            found.load(USUAL)
+            choice.loops = found
         except Exception as error:  # missing, broken in any of many ways, or not for this CPU
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _log.warning("kernels are torch operations, which take longer: %s", reason)
     choice.reason, choice.known = reason, True
 
 
+def _forbidden() -> str:
+    """The variable of the environment that forbids machine code, or nothing."""
+    return "WEFT_KERNELS=reference" if os.environ.get("WEFT_KERNELS") == "reference" else ""
+
+
+_loops_in = functools.cache(Loops)
+
+
+def load_what_is_kept() -> None:
+    """Load what is in the cache, for processes that are forked later and choose themselves."""
+    if not _forbidden():
+        _loops_in(folder_of_instances()).load_kept(USUAL)
+
+
 def _after_fork() -> None:
-    """In a forked child: if a thread of the parent was making the loops, torch operations serve.
+    """In a forked child: if a thread of the parent was making loops, no more can be made.
 
     The locks that it held, also those of Numba, stay taken in the child.
     """
-    if choice.lock.locked() and not choice.known:
-        choice.reason, choice.known = "this process was forked while they were made", True
+    if choice.lock.locked():
+        if choice.loops is not None:
+            choice.loops.is_closed = True
+        elif not choice.known:
+            choice.reason, choice.known = "this process was forked while they were made", True
     choice.lock = threading.Lock()
 
 
@@ -122,18 +214,22 @@ def cache_directory() -> Path | None:
     directory, or if that cannot be had in the directory for temporary files.
     """
     given = os.environ.get("WEFT_CACHE_DIR")
-    temporary = Path(tempfile.gettempdir()) / f"weft-{user_number()}"
-    for parent in [Path(given)] if given else [user_cache(), temporary]:
+    places: Sequence[Callable[[], Path]] = (user_cache, _temporary)
+    for place in [lambda: Path(given)] if given else places:
         try:
-            return private_folder(parent / "kernels")
-        except OSError as error:
-            _log.info("machine code is not kept in %s: %s", parent, error)
+            return private_folder(place() / "kernels")
+        except (OSError, RuntimeError) as error:  # there is no home, or nothing can be written
+            _log.info("machine code is not kept: %s", error)
     return None
 
 
 def user_cache() -> Path:
     """weft's directory in the user's cache directory, which need not exist."""
     return platformdirs.user_cache_path("weft", appauthor=False)
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"weft-{user_number()}"
 
 
 def user_number() -> int:
@@ -166,8 +262,8 @@ def private_folder(path: Path) -> Path:
         return path  # it can be written to
 
 
-def file_of_kernels() -> Path | None:
-    """The file of the machine code; named by a digest of the loops, their compilers and the CPU."""
+def folder_of_instances() -> Path | None:
+    """The folder of the files; named by a digest of the loops, their compilers and the CPU."""
     directory = cache_directory()
     if directory is None:
         return None
@@ -178,7 +274,7 @@ def file_of_kernels() -> Path | None:
         with suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {version_of(package)}".encode())
     digest.update(f"{sys.version_info[:2]} {platform.machine()} {name_of_cpu()}".encode())
-    return directory / f"{digest.hexdigest()[:16]}.o"
+    return directory / digest.hexdigest()[:16]
 
 
 @functools.cache
@@ -194,34 +290,13 @@ def name_of_cpu() -> str:
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
-def load_what_is_kept() -> None:
-    """Load the object file from the cache, if it is there, for processes that are forked later."""
-    path = None if _forbidden() else file_of_kernels()
-    found = None if path is None else _read(path)
-    if found is not None:
-        _loaded(found)
-
-
-def object_code() -> bytes:
-    """The object file: from the cache, or compiled, by one process of those that want it."""
-    path = file_of_kernels()
-    if path is None:
-        return compiled_kernels()
-    found = _read(path)
-    if found is None:
-        with _turn(path.parent):
-            found = _read(path)  # compiled by another meanwhile
-            if found is None:
-                _log.warning("compiling weft's arithmetic, once on this machine: ten seconds or so")
-                found = compiled_kernels()
-                write_kernels(path, found)
-    return found
-
-
 @contextmanager
-def _turn(directory: Path) -> Iterator[None]:
+def _turn(folder: Path | None) -> Iterator[None]:
     """The lock between processes; without it where locks do not work or take too long."""
-    lock = filelock.FileLock(directory / "lock", timeout=WAIT)
+    if folder is None:
+        yield
+        return
+    lock = filelock.FileLock(folder.with_suffix(".lock"), timeout=WAIT)
     try:
         lock.acquire()
     except (filelock.Timeout, OSError, NotImplementedError) as error:
@@ -232,32 +307,30 @@ def _turn(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read(path: Path) -> bytes | None:
+def _kept(path: Path) -> bytes | None:
     """What was kept there, if it is all there."""
     try:
         kept = path.read_bytes()
-        os.utime(path)
+        os.utime(path.parent)
     except OSError:
         return None
     data = kept[32:]
     return data if hashlib.sha256(data).digest() == kept[:32] else None
 
 
-def write_kernels(path: Path, data: bytes) -> None:
-    """Keep the data for later processes, and remove files that none has used for long."""
+def keep(path: Path, data: bytes) -> None:
+    """Keep the data for later processes, and remove versions that none has used for long."""
+    folder = path.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(file.name, path)
-        others = sorted(
-            ((each.stat().st_mtime, each) for each in path.parent.glob("*.o") if each != path),
-            reverse=True,
-        )
-        for number, (used, each) in enumerate(others):
-            if number >= _KEPT or used < time.time() - _DAYS * 86400:
-                each.unlink(missing_ok=True)
+        for other in folder.parent.iterdir():
+            if other.stat().st_mtime < time.time() - _DAYS * 86400:
+                shutil.rmtree(other, ignore_errors=True)
     except OSError as error:  # a full disk: the next process compiles, too
-        _log.info("machine code cannot be kept in %s: %s", path.parent, error)
+        _log.info("machine code cannot be kept in %s: %s", folder, error)
 
 
 # LLVM -----------------------------------------------------------------------------------------
@@ -284,14 +357,13 @@ def _machine() -> Any:
     )
 
 
-def compiled_kernels() -> bytes:
-    """The object file of all instances, behind a line that says how many arguments each has."""
+def compiled(name: str, machine: Any) -> bytes:
+    """An instance: a byte that says how many arguments it has, and its object file."""
     import llvmlite.binding as llvm
 
-    machine, module = _machine(), _module()
-    names = {function.name for function in module.functions if not function.is_declaration}
+    module, count = _module_of(name)
     for function in module.functions:
-        if function.name in names and not function.name.startswith(_PREFIX):
+        if not function.is_declaration and function.name != _PREFIX + name:
             function.linkage = "internal"
             function.add_function_attribute("alwaysinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -304,72 +376,31 @@ def compiled_kernels() -> bytes:
         if function.is_declaration and not function.name.startswith("llvm.")
     }
     if not asked <= _FROM_C:  # it could not be resolved, which ends a process
-        raise RuntimeError(f"the loops call {', '.join(sorted(asked - _FROM_C))}")
-    head = json.dumps(_arguments()).encode()
-    return b"\n".join([head, machine.emit_object(module)])
+        raise RuntimeError(f"{name} calls {', '.join(sorted(asked - _FROM_C))}")
+    code: bytes = machine.emit_object(module)
+    return bytes([count]) + code
 
 
-def _arguments() -> dict[str, int]:
-    """How many arguments each instance has."""
-    from .loops import INSTANCES, LOOPS
-
-    return {
-        name: LOOPS[base].__code__.co_argcount - len(constants)
-        for name, (base, constants) in INSTANCES.items()
-    }
-
-
-def _module() -> Any:
-    """All loops, and the instances that call them with constants, in one module of LLVM."""
+def _module_of(name: str) -> tuple[Any, int]:
+    """An instance in LLVM's language, not optimised yet, and how many arguments it has."""
     import llvmlite.binding as llvm
-
-    from .loops import INSTANCES, LOOPS
 
     numba: Any = importlib.import_module("numba")
-    module, texts = None, []
-    level, numba.config.OPT = numba.config.OPT, type(numba.config.OPT)(0)  # later, and all at once
+    from . import loops
+
+    which, *parts = name.split(".")
+    loop = getattr(loops, which)
+    constants = {f"constant{k}": loops.CONSTANTS[part] for k, part in enumerate(parts)}
+    given = [f"number{k}" for k in range(loop.__code__.co_argcount - len(constants))]
+    text = f"lambda {', '.join(given)}: loop({', '.join([*constants, *given])})"
+    instance = eval(text, {"loop": numba.njit(error_model="numpy")(loop), **constants})
+    signature = numba.int64(*[numba.int64] * len(given))
+    level, numba.config.OPT = numba.config.OPT, type(numba.config.OPT)(0)  # later, all at once
     try:
-        for name, loop in LOOPS.items():
-            signature = numba.int64(*(numba.int64,) * loop.__code__.co_argcount)
-            made = numba.cfunc(signature, error_model="numpy", boundscheck=False)(loop)
-            # what Numba compiles is called by what C calls, and is not to be inlined into that
-            part = llvm.parse_assembly(made.inspect_llvm().replace(" noinline ", " nounwind "))
-            part.get_function(made.native_name).name = name
-            if module is None:
-                module = part
-            else:
-                module.link_in(part)
+        made = numba.cfunc(signature, error_model="numpy")(instance)
+        # what Numba compiles is called by what C calls, and is not to be inlined into that
+        module = llvm.parse_assembly(made.inspect_llvm().replace(" noinline ", " nounwind "))
     finally:
         numba.config.OPT = level
-    for name, (base, constants) in INSTANCES.items():
-        count = LOOPS[base].__code__.co_argcount
-        given = [f"i64 {constant}" for constant in constants]
-        own = [f"i64 %a{number}" for number in range(count - len(given))]
-        texts.append(
-            f'define i64 @"{_PREFIX}{name}"({", ".join(own)}) {{\n'
-            f'%r = call i64 @"{base}"({", ".join(given + own)})\nret i64 %r\n}}\n'
-        )
-    declared = (
-        f'declare i64 @"{name}"({", ".join(["i64"] * loop.__code__.co_argcount)})\n'
-        for name, loop in LOOPS.items()
-    )
-    assert module is not None
-    module.link_in(llvm.parse_assembly("".join([*declared, *texts])))
-    return module
-
-
-@functools.cache
-def _loaded(data: bytes) -> tuple[Any, Loops]:
-    """An object file in memory: what holds it, and its functions."""
-    import llvmlite.binding as llvm
-
-    machine = _machine()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    head, _, code = data.partition(b"\n")
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    found = {}
-    for name, count in json.loads(head).items():
-        form = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)
-        found[name] = form(engine.get_function_address(_PREFIX + name))
-    return engine, found
+    module.get_function(made.native_name).name = _PREFIX + name
+    return module, len(given)

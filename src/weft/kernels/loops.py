@@ -1,8 +1,12 @@
-"""The compiled loops: over indices, over the slots of a union, over index codes, over values.
+"""The compiled loops: of meetings, over indices, index codes, who sums what, and values.
 
-Each is a Python function of addresses and counts, all int64, in the words of `llvm_intrinsics`;
-`INSTANCES` says for which kinds and operations each is made. Importing this imports Numba. Who
-calls them has checked what they are given: see `cpu` and `codec`.
+Each takes addresses and counts. What comes before these, as `index`, says what lies at an address,
+or how two numbers are combined: `jit` compiles an instance of the loop for each. `array` makes an
+array of an address. Who calls them has checked what they are given: see `cpu` and `codec`.
+Importing this imports Numba.
+
+Where an index could be negative for all that Numba knows, it is made `uint64`: else each is asked
+for its sign.
 
 Sources: least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5); ranks in a bitmap by population
 counts (Jacobson, "Space-efficient static trees and graphs", FOCS 1989); fractions by multiplication
@@ -11,245 +15,362 @@ with the golden ratio (Knuth, TAOCP 3, 6.4); Golomb-Rice codes (see `codec`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from numba.extending import register_jitable
 
-from .llvm_intrinsics import (
-    CODES,
-    KINDS,
-    apply,
-    copy,
+from .page import BEGUN, DEPTH, ENTRIES, ENTRY, READ, ROOM
+from .words import (
+    at,
     count_ones,
-    load,
-    load_as,
+    give_way,
+    load_shared,
+    load_word,
     lowest_one,
+    narrow,
     prefetch,
-    store,
-    store_as,
+    store_shared,
+    store_word,
+    widen,
 )
-from .shared import LOOPS as SHARED
 
-_LOW, _TOP = 0xFFFFFFFF, -(2**63)
-_GOLDEN = 2654435769  # 2**32 divided by the golden ratio; as in `reference`
+_GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 _BLOCK = 256  # as in `codec`
 _WIDEST = 52  # as in `codec`: the greatest Rice parameter
-_NARROW = KINDS["i32"]
-_AHEAD = 4096  # bytes of rows that are asked for before they are read
-_PLACES_AHEAD = 8  # rows whose places are asked for before they are written to
+_AHEAD = 4096  # bytes of rows before a row at which it is asked for,
+_BEGINNING = 256  # and how much of it: what is behind that the processor foresees
+_LINE = 64  # bytes of a line of the cache
+
+
+@register_jitable
+def array(address, shape, kind):
+    """The array of this kind that lies there."""
+    return carray(at(address), shape, kind)
+
+
+@register_jitable
+def ints(address, shape):
+    return carray(at(address), shape, np.int32)
+
+
+@register_jitable
+def longs(address, shape):
+    return carray(at(address), shape, np.int64)
+
+
+@register_jitable
+def row_of(rows, stride, number, width, kind):
+    """A row of those that lie so many bytes apart."""
+    return array(rows + stride * number, width, kind)
+
+
+@register_jitable
+def place_of(slot):
+    """The place of a slot (see `union`), whether or not its run is the first to have it."""
+    return np.uint32(slot ^ (slot >> 31))
+
+
+# Meetings -------------------------------------------------------------------------------------
+# They store and look at numbers that processes share, and `wire.tcp.meeting` alone calls them: it
+# says what they are for, and `page` what lies where. Arrays are private memory of this process:
+# what is read of a page is copied there first, and checked by who called.
+
+
+def look(address):
+    """The number there."""
+    return load_shared(address)
+
+
+def put(address, number):
+    """Store a number."""
+    store_shared(address, number)
+    return 0
+
+
+def put_each(lines, count, word, numbers):
+    """Store numbers at this word of so many lines."""
+    line, number = longs(lines, count), longs(numbers, count)
+    for k in range(count):
+        store_shared(line[k] + word, number[k])
+    return 0
+
+
+def reached(lines, count, word, numbers, less, looks):
+    """Whether this word of each line is its number less `less`, or more, after so many looks."""
+    line, number = longs(lines, count), longs(numbers, count)
+    for k in range(count):
+        while load_shared(line[k] + word) < number[k] - less:
+            if looks <= 0:
+                return 0
+            looks -= 1
+            if looks % 4 == 0:
+                give_way()
+    return 1
+
+
+def announce(lines, pages, count, numbers, offset, nbytes, sleeps):
+    """Begin a meeting of these numbers, whose message lies there: how many of the peers sleep.
+
+    The entry of each line first, then BEGUN, which peers look at, then the look at who sleeps:
+    `sleeps` gets the first number of each page.
+    """
+    line, number = longs(lines, count), longs(numbers, count)
+    page, sleep = longs(pages, count), longs(sleeps, count)
+    for k in range(count):
+        entry = line[k] + ENTRIES + ENTRY * (number[k] % DEPTH)
+        store_shared(entry, offset)
+        store_shared(entry + 8, nbytes)
+    for k in range(count):
+        store_shared(line[k] + BEGUN, number[k])
+    sleepers = 0
+    for k in range(count):
+        sleep[k] = load_shared(page[k])
+        sleepers += sleep[k] != 0
+    return sleepers
+
+
+def find(line, number, entry):
+    """Whether a peer has begun the meeting of this number; if so, copy its entry.
+
+    -1: it says that it has begun more than it can have.
+    """
+    ahead = load_shared(line + BEGUN) - number
+    if ahead < 0:
+        return 0
+    if ahead >= DEPTH:
+        return -1
+    source = line + ENTRIES + ENTRY * (number % DEPTH)
+    copy = longs(entry, 2)
+    copy[0] = load_shared(source)
+    copy[1] = load_shared(source + 8)
+    return 1
+
+
+def confirm(own_line, line, page, number):
+    """Store that this peer's message was read; whether the peer sleeps for that."""
+    store_shared(own_line + READ, number)
+    if load_shared(line + ROOM) == 0 or load_shared(page) == 0:
+        return 0
+    return 1
+
+
+def impossible(own_lines, lines, count):
+    """The first peer whose line cannot be, by its place, or -1.
+
+    Who reads and writes as it may keeps to: my READ <= its BEGUN <= my READ + DEPTH, and
+    my BEGUN - DEPTH <= its READ <= my BEGUN.
+    """
+    own_line, line = longs(own_lines, count), longs(lines, count)
+    for k in range(count):
+        ahead = load_shared(line[k] + BEGUN) - load_shared(own_line[k] + READ)
+        behind = load_shared(own_line[k] + BEGUN) - load_shared(line[k] + READ)
+        if ahead < 0 or ahead > DEPTH or behind < 0 or behind > DEPTH:
+            return k
+    return -1
 
 
 # Indices --------------------------------------------------------------------------------------
 
 
-def scan(kind: int, indices: int, count: int, found: int) -> int:
+def scan(index, indices, count, found):
     """How often an index is less than the one before it, how often equal; least; greatest."""
-    falls, repeats = 0, 0
-    least = greatest = load(kind, indices, 0)
+    indices, found = array(indices, count, index), longs(found, 4)
+    falls = repeats = 0
+    least = greatest = indices[0]
     for i in range(1, count):
-        index, before = load(kind, indices, i), load(kind, indices, i - 1)
-        falls += index < before
-        repeats += index == before
-        least, greatest = min(least, index), max(greatest, index)
-    store("i64", found, 0, falls)
-    store("i64", found, 1, repeats)
-    store("i64", found, 2, least)
-    store("i64", found, 3, greatest)
+        falls += indices[i] < indices[i - 1]
+        repeats += indices[i] == indices[i - 1]
+        least = min(least, indices[i])
+        greatest = max(greatest, indices[i])
+    found[0] = falls
+    found[1] = repeats
+    found[2] = least
+    found[3] = greatest
     return 0
 
 
 def sort(
-    kind: int,
-    indices: int,
-    count: int,
-    low: int,
-    high: int,
-    position_bits: int,
-    digit_bits: int,
-    passes: int,
-    target: int,
-    spare: int,
-    counts: int,
-) -> int:
+    index,
+    indices,
+    count,
+    low,
+    high,
+    position_bits,
+    digit_bits,
+    passes,
+    target,
+    spare,
+    counts,
+):
     """Sort indices, all of them from `low` to `high`, with their positions.
 
     Leaves `(index - low) << position_bits | position` in `target`, sorted; `spare` is as large.
     Returns how many different indices there are, or -1 if one is out of that range.
     """
+    indices = array(indices, count, index)
+    goal, source = longs(target, count), longs(spare, count)
+    if passes % 2 == 0:
+        goal, source = source, goal
     mask = (1 << digit_bits) - 1
-    for bin in range(passes << digit_bits):
-        store("i32", counts, bin, 0)
-    source, goal = (target, spare) if passes & 1 == 0 else (spare, target)
+    counts = array(counts, (passes, mask + 1), np.uint32)
+    counts[:] = 0
     for i in range(count):
-        index = load(kind, indices, i)
-        if index < low or index > high:
+        key = np.int64(indices[i]) - low  # read once, may it change
+        if key < 0 or key > high - low:
             return -1
-        store("i64", source, i, ((index - low) << position_bits) | i)  # read once, may it change
+        source[i] = key << position_bits | i
         for digit in range(passes):
-            bin = (digit << digit_bits) + (((index - low) >> (digit * digit_bits)) & mask)
-            store("i32", counts, bin, load("i32", counts, bin) + 1)
+            counts[digit, np.uint64((key >> digit * digit_bits) & mask)] += 1
     for digit in range(passes):
-        row = counts + 4 * (digit << digit_bits)
+        row = counts[digit]
         before = 0
         for bin in range(mask + 1):
-            here = load("i32", row, bin)
-            store("i32", row, bin, before)
-            before += here
+            count_here = row[bin]
+            row[bin] = before
+            before += count_here
     for digit in range(passes):
-        row = counts + 4 * (digit << digit_bits)
+        row = counts[digit]
         shift = position_bits + digit * digit_bits
-        for i in range(count):
-            pair = load("i64", source, i)
-            bin = (pair >> shift) & mask
-            at = load("i32", row, bin)
-            store("i32", row, bin, at + 1)
-            store("i64", goal, at, pair)
-        source, goal = goal, source
+        for i in range(np.uint64(count)):
+            pair = source[i]
+            bin = np.uint64((pair >> shift) & mask)
+            position = row[bin]
+            row[bin] = position + 1
+            goal[position] = pair
+        goal, source = source, goal
     different = 1
     for i in range(1, count):
-        now, before = load("i64", target, i), load("i64", target, i - 1)
-        different += (now >> position_bits) != (before >> position_bits)
+        different += source[i] >> position_bits != source[i - 1] >> position_bits
     return different
 
 
-def unpack(
-    kind: int,
-    pairs: int,
-    count: int,
-    different: int,
-    position_bits: int,
-    low: int,
-    indices: int,
-    order: int,
-    starts: int,
-) -> int:
+def unpack(index, pairs, count, different, position_bits, low, indices, order, starts):
     """Split the pairs that `sort` left: the distinct indices, the order, and where segments start.
 
-    `starts` may be 0 if there are no duplicates.
+    `starts` is not written where there are no duplicates.
     """
+    pairs, order = longs(pairs, count), longs(order, count)
+    indices, starts = array(indices, different, index), longs(starts, different)
     mask = (1 << position_bits) - 1
-    if starts == 0:
+    if different == count:
         for i in range(count):
-            pair = load("i64", pairs, i)
-            store("i64", order, i, pair & mask)
-            store(kind, indices, i, (pair >> position_bits) + low)
+            order[i] = pairs[i] & mask
+            indices[i] = (pairs[i] >> position_bits) + low
         return 0
     segment = different - 1
-    after = load("i64", pairs, count - 1) >> position_bits
-    for i in range(count - 1, -1, -1):  # backwards, the first of a segment is written last
-        pair = load("i64", pairs, i)
+    after = pairs[count - 1] >> position_bits
+    for left in range(count, 0, -1):  # backwards, the first of a segment is written last
+        i = np.uint64(left - 1)
+        pair = pairs[i]
         key = pair >> position_bits
         segment -= key != after
         after = key
-        store("i64", order, i, pair & mask)
-        store(kind, indices, segment, key + low)
-        store("i64", starts, segment, i)
+        order[i] = pair & mask
+        indices[np.uint64(segment)] = key + low
+        starts[np.uint64(segment)] = left - 1
     return 0
 
 
-def ends(kind: int, table: int, runs: int, found: int) -> int:
+def ends(index, table, runs, found):
     """The least first and the greatest last index of the runs of a table (see `mark`)."""
-    low, high = 2**63 - 1, _TOP
+    table, found = longs(table, (runs, 3)), longs(found, 2)
+    low, high = 2**63 - 1, -(2**63)
     for run in range(runs):
-        indices, count = load("i64", table, 3 * run), load("i64", table, 3 * run + 1)
+        count = table[run, 1]
         if count:
-            low = min(low, load(kind, indices, 0))
-            high = max(high, load(kind, indices, count - 1))
-    store("i64", found, 0, low)
-    store("i64", found, 1, high)
+            indices = array(table[run, 0], count, index)
+            low = min(low, indices[0])
+            high = max(high, indices[count - 1])
+    found[0] = low
+    found[1] = high
     return 0
 
 
-def mark(kind: int, table: int, runs: int, low: int, words: int, bitmap: int) -> int:
+def mark(index, table, runs, low, words, bitmap):
     """Set the bit of every index of every run; returns how many bits are set in the end.
 
     `table` has a row for each run: its address, its length, the address of its slots. A slot
     becomes `~bit` where no earlier run has that index, else `bit`. Bit 0 is the index `low`; there
     are at most 2**31 bits. Returns -1 for an index beyond the bitmap: its run is not sorted.
     """
-    for word in range(words):
-        store("i64", bitmap, word, 0)
+    table, bitmap = longs(table, (runs, 3)), longs(bitmap, words)
+    bitmap[:] = 0
     for run in range(runs):
-        indices, slots = load("i64", table, 3 * run), load("i64", table, 3 * run + 2)
-        for i in range(load("i64", table, 3 * run + 1)):
-            bit = load(kind, indices, i) - low
-            at = bit >> 6
-            if at < 0 or at >= words:
+        count = table[run, 1]
+        indices, slots = array(table[run, 0], count, index), ints(table[run, 2], count)
+        for i in range(count):
+            bit = np.int64(indices[i]) - low
+            word = np.uint64(bit >> 6)
+            if word >= np.uint64(words):
                 return -1
-            word = load("i64", bitmap, at)
-            store("i32", slots, i, bit ^ (((word >> (bit & 63)) & 1) - 1))
-            store("i64", bitmap, at, word | (1 << (bit & 63)))
+            bits = bitmap[word]
+            slots[i] = bit ^ (((bits >> (bit & 63)) & 1) - 1)
+            bitmap[word] = bits | (1 << (bit & 63))
     ones = 0
     for word in range(words):
-        ones += count_ones(load("i64", bitmap, word))
+        ones += count_ones(bitmap[word])
     return ones
 
 
-def place(
-    kind: int, table: int, runs: int, low: int, words: int, bitmap: int, ranks: int, out: int
-) -> int:
+def place(index, table, runs, low, words, bitmap, ranks, out, united):
     """After `mark`: every slot becomes the place of its index, and the united indices go to `out`.
 
     `ranks` is scratch, int32 per word. Indices are not read again: another thread may have changed
     them.
     """
+    table, bitmap, ranks = longs(table, (runs, 3)), longs(bitmap, words), ints(ranks, words)
+    out = array(out, united, index)
     before = 0
     for word in range(words):
-        store("i32", ranks, word, before)
-        before += count_ones(load("i64", bitmap, word))
+        ranks[word] = before
+        before += count_ones(bitmap[word])
     for run in range(runs):
-        slots = load("i64", table, 3 * run + 2)
-        for i in range(load("i64", table, 3 * run + 1)):
-            slot = load("i32", slots, i)
-            first = slot >> 63  # -1 or 0
-            bit = slot ^ first
-            lower = load("i64", bitmap, bit >> 6) & ((1 << (bit & 63)) - 1)
-            here = load("i32", ranks, bit >> 6) + count_ones(lower)
-            store("i32", slots, i, here ^ first)
-            store(kind, out, here, bit + low)
+        slots = ints(table[run, 2], table[run, 1])
+        for i in range(table[run, 1]):
+            first = np.int64(slots[i]) >> 63  # -1 or 0
+            bit = slots[i] ^ first
+            word = np.uint64(bit >> 6)
+            lower = bitmap[word] & ((1 << (bit & 63)) - 1)
+            here = ranks[word] + count_ones(lower)
+            slots[i] = here ^ first
+            out[np.uint64(here)] = bit + low
     return 0
 
 
-def pair(
-    kind: int,
-    left: int,
-    left_count: int,
-    right: int,
-    right_count: int,
-    out: int,
-    left_slots: int,
-    right_slots: int,
-) -> int:
+def pair(index, left, left_count, right, right_count, out, left_slots, right_slots):
     """Unite two sorted runs; returns the length of the union. Slots as in `union`."""
-    size = 4 if kind == _NARROW else 8
-    i, j, n = 0, 0, 0
-    while i < left_count and j < right_count:
-        a, b = load(kind, left, i), load(kind, right, j)
+    left, right = array(left, left_count, index), array(right, right_count, index)
+    left_slots, right_slots = ints(left_slots, left_count), ints(right_slots, right_count)
+    out = array(out, left_count + right_count, index)
+    i = j = n = np.uint64(0)
+    one = np.uint64(1)
+    while i < np.uint64(left_count) and j < np.uint64(right_count):
+        a, b = left[i], right[j]
         # written at every step, and right when its index is consumed: no branch to guess
-        store(kind, out, n, min(a, b))
-        store("i32", left_slots, i, ~n)
-        store("i32", right_slots, j, n if a == b else ~n)
-        i += a <= b
-        j += b <= a
-        n += 1
-        prefetch(left + i * size + 512, 1)
-        prefetch(right + j * size + 512, 1)
-    for rest in range(i, left_count):
-        store(kind, out, n, load(kind, left, rest))
-        store("i32", left_slots, rest, ~n)
-        n += 1
-    for rest in range(j, right_count):
-        store(kind, out, n, load(kind, right, rest))
-        store("i32", right_slots, rest, ~n)
-        n += 1
-    return n
+        out[n] = min(a, b)
+        left_slots[i] = ~np.int64(n)
+        right_slots[j] = np.int64(n) if a == b else ~np.int64(n)
+        i += np.uint64(a <= b)
+        j += np.uint64(b <= a)
+        n += one
+    for rest in range(i, np.uint64(left_count)):
+        out[n] = left[rest]
+        left_slots[rest] = ~np.int64(n)
+        n += one
+    for rest in range(j, np.uint64(right_count)):
+        out[n] = right[rest]
+        right_slots[rest] = ~np.int64(n)
+        n += one
+    return np.int64(n)
 
 
-def compose(slots: int, count: int, outer: int) -> int:
+def compose(slots, count, outer, outer_count):
     """Slots in a part of a union become slots in the whole: `outer` has those of the part."""
+    slots, outer = ints(slots, count), ints(outer, outer_count)
     for i in range(count):
-        slot = load("i32", slots, i)
-        first = slot >> 63  # -1 where the part brings the index first, else 0
-        slot = load("i32", outer, slot ^ first)
-        store("i32", slots, i, slot ^ (slot >> 63) ^ (first & (slot >> 63)))
+        first = slots[i] >> 31  # -1 where the part brings the index first, else 0
+        slot = outer[place_of(slots[i])]
+        slots[i] = slot ^ (slot >> 31) ^ (first & (slot >> 31))
     return 0
 
 
@@ -259,27 +380,26 @@ def compose(slots: int, count: int, outer: int) -> int:
 # memory wait for each other.
 
 
-def encode(
-    kind: int, indices: int, count: int, widths: int, remainders: int, unary: int, most: int
-) -> int:
+def encode(index, indices, count, widths, remainders, unary, most):
     """Write the gaps of `count` sorted, unique indices; returns how many words of unary parts.
 
     `widths` has a byte for each block of gaps. The remainders end with a word of zeros, which is
     the caller's to write: only that much of it may be overwritten. Returns -1 where the unary parts
     take more than `most` words: the widths are of other indices.
     """
-    before = load(kind, indices, 0)
-    some, filled = 0, 0  # remainders not yet whole bytes
-    word, bit, words = 0, 0, 0
+    indices, unary = array(indices, count, index), longs(unary, most)
+    widths = array(widths, (count + _BLOCK - 2) // _BLOCK, np.uint8)
+    before = np.int64(indices[0])
+    some = filled = 0  # remainders not yet whole bytes
+    word = bit = words = 0
     for start in range(1, count, _BLOCK):
-        width = load("u8", widths, start // _BLOCK)
+        width = np.int64(widths[start // _BLOCK])
         mask = (1 << width) - 1
         for i in range(start, min(start + _BLOCK, count)):
-            index = load(kind, indices, i)
-            gap = index - before - 1
-            before = index
+            gap = indices[i] - before - 1
+            before += gap + 1
             some |= (gap & mask) << filled
-            store("i64", remainders, 0, some)
+            store_word(remainders, some)
             filled += width
             remainders += filled >> 3
             some >>= filled & ~7
@@ -288,40 +408,34 @@ def encode(
             while bit >= 64:
                 if words + 1 >= most:
                     return -1
-                store("i64", unary, words, word)
+                unary[np.uint64(words)] = word
                 words += 1
                 word = 0
                 bit -= 64
             word |= 1 << bit
             bit += 1
-    store("i64", unary, words, word)
+    unary[np.uint64(words)] = word
     return words + 1
 
 
-def decode(
-    kind: int,
-    first: int,
-    last: int,
-    count: int,
-    widths: int,
-    remainders: int,
-    unary: int,
-    words: int,
-    out: int,
-) -> int:
+def decode(index, first, last, count, widths, remainders, unary, words, out):
     """Read back what `encode` wrote: `count` indices from `first` on, none of them beyond `last`.
 
     Reads no more than `words` of unary parts, and of remainders what lies before those. Returns 0,
     or -1 where that is no list that was written so.
     """
-    store(kind, out, 0, first)
-    index, at, bits = first, 0, 8 * (unary - remainders) - 64
+    bits = 8 * (unary - remainders) - 64
+    unary, out = longs(unary, words), array(out, count, index)
+    widths = array(widths, (count + _BLOCK - 2) // _BLOCK, np.uint8)
+    out[0] = first
+    current = first
+    read = 0  # bits of remainders
     base, before = 0, -1  # bits before this word of unary parts; the bit of the part before
-    word = load("i64", unary, 0)
+    word = unary[0]
     for start in range(1, count, _BLOCK):
-        width = load("u8", widths, start // _BLOCK)
+        width = np.int64(widths[start // _BLOCK])
         stop = min(start + _BLOCK, count)
-        if width > _WIDEST or at + width * (stop - start) > bits:  # it may be memory of the peer's
+        if width > _WIDEST or read + width * (stop - start) > bits:  # it may be the peer's memory
             return -1
         mask = (1 << width) - 1
         for i in range(start, stop):
@@ -329,330 +443,296 @@ def decode(
                 base += 64
                 if base >> 6 >= words:
                     return -1
-                word = load("i64", unary, base >> 6)
+                word = unary[np.uint64(base >> 6)]
             bit = base + lowest_one(word)
             word &= word - 1
             quotient = bit - before - 1
             before = bit
-            if quotient > (last - index) >> width:  # before it is shifted, and overflows
+            if quotient > (last - current) >> width:  # before it is shifted, and overflows
                 return -1
-            rest = (load("i64", remainders + (at >> 3), 0) >> (at & 7)) & mask
-            at += width
-            index += ((quotient << width) | rest) + 1
-            if index > last:
+            rest = (load_word(remainders + (read >> 3)) >> (read & 7)) & mask
+            read += width
+            current += ((quotient << width) | rest) + 1
+            if current > last:
                 return -1
-            store(kind, out, i, index)
+            out[i] = current
     return 0
 
 
-# Slots: whose rows stand for which places -----------------------------------------------------
-# A *word* (int64, one for each place) first holds what `weigh` counts, then what is left of the
-# place's target; a *key* (int32) holds twice the run that was chosen, plus one where several runs
-# have the place.
+# Who sums what --------------------------------------------------------------------------------
+# Each place of a union is given to one of the runs that have it. The places of a run are two
+# *groups*: those that it has alone, then those that other runs have, too.
 
 
-def weigh(slots: int, count: int, weight: int, words: int) -> int:
-    """Add one holder, and its weight, to the words of a run's places."""
-    more = (1 << 32) | weight
-    for i in range(count):
-        slot = load("i32", slots, i)
-        place = slot ^ (slot >> 63)
-        store("i64", words, place, load("i64", words, place) + more)
-    return 0
+@register_jitable
+def group_of(run, is_shared):
+    return 2 * run + is_shared
 
 
-def aim(words: int, total: int, keys: int) -> int:
-    """Words become targets, from 0 up to the sum of weights; keys say which places have several."""
+def share(table, runs, total, groups, starts, order, positions):
+    """Give each place to a run that has it, and sort the places by group, stably.
+
+    `table` as of `mark`. `order` gets the places, `positions` where in `order` each place stands,
+    `starts` where each group starts, and the end of the last.
+    """
+    table, groups = longs(table, (runs, 3)), ints(groups, total)
+    order, positions = ints(order, total), ints(positions, total)
+    starts = longs(starts, 2 * runs + 1)
+    # `positions` has first how many runs have a place, then how many of these it still passes over
+    passed = positions
+    passed[:] = 0
+    for run in range(runs):
+        slots = ints(table[run, 2], table[run, 1])
+        for i in range(table[run, 1]):
+            passed[place_of(slots[i])] += 1
     fraction = 0
     for place in range(total):
-        word = load("i64", words, place)
-        several = (word >> 32) > 1
-        store("i64", words, place, (fraction * (word & _LOW)) >> 32 if several else 0)
-        store("i32", keys, place, several)
+        several = passed[place] > 1
+        groups[place] = several
+        passed[place] = fraction * np.int64(passed[place]) >> 32 if several else 0
         if several:
-            fraction = (fraction + _GOLDEN) & _LOW
-    return 0
-
-
-def choose(slots: int, count: int, weight: int, run: int, words: int, keys: int) -> int:
-    """Subtract the run's weight from its places' targets; it is given those that fall below 0."""
-    for i in range(count):
-        slot = load("i32", slots, i)
-        place = slot ^ (slot >> 63)
-        left = load("i64", words, place)
-        if left >= 0:
-            left -= weight
-            store("i64", words, place, left)
-            if left < 0:
-                store("i32", keys, place, load("i32", keys, place) + 2 * run)
-    return 0
-
-
-def arrange(keys: int, total: int, many: int, starts: int, order: int, at: int) -> int:
-    """Sort the places by key, stably: `order` has the places, `at` where each place stands.
-
-    `starts` has an entry for each key and one more, all 0, and becomes where each key starts.
-    """
+            fraction = (fraction + _GOLDEN) & 0xFFFFFFFF
+    for run in range(runs):
+        slots = ints(table[run, 2], table[run, 1])
+        for i in range(table[run, 1]):
+            place = place_of(slots[i])
+            passes_over = passed[place]
+            passed[place] = passes_over - 1
+            if passes_over == 0:
+                groups[place] = group_of(
+                    run, groups[place]
+                )  # where it said whether several have it
+    starts[:] = 0
     for place in range(total):
-        key = load("i32", keys, place) + 1
-        store("i64", starts, key, load("i64", starts, key) + 1)
-    for key in range(many):
-        store("i64", starts, key + 1, load("i64", starts, key + 1) + load("i64", starts, key))
+        starts[np.uint32(groups[place] + 1)] += 1
+    for group in range(2 * runs):
+        starts[group + 1] += starts[group]
     for place in range(total):
-        key = load("i32", keys, place)
-        here = load("i64", starts, key)
-        store("i64", starts, key, here + 1)
-        store("i32", order, here, place)
-        store("i32", at, place, here)
-    for key in range(many, 0, -1):
-        store("i64", starts, key, load("i64", starts, key - 1))
-    store("i64", starts, 0, 0)
+        group = np.uint32(groups[place])
+        position = starts[group]
+        starts[group] = position + 1
+        positions[place] = position
+        order[np.uint64(position)] = place
+    for group in range(2 * runs, 0, -1):  # each has moved to the next one's
+        starts[group] = starts[group - 1]
+    starts[0] = 0
     return 0
 
 
-def deal(slots: int, count: int, keys: int, starts: int, rows: int) -> int:
-    """Sort a run's rows by the run that their places were given to, stably.
+def pick(slots, count, groups, positions, total, run, start, alone, rows, slots_of_rows):
+    """Find the rows of some run whose places were given to `run`; returns how many.
 
-    `starts` says where the rows of each begin in `rows`, and is moved on to where they end. If
-    `rows` is 0 they are only counted.
+    Writes their positions in their run to `rows`, and their slots, counted among the places of
+    `run`, which begin at `start`, to `slots_of_rows`. The first `alone` are those of places that
+    only this run has.
     """
-    for i in range(count):
-        slot = load("i32", slots, i)
-        to = load("i32", keys, slot ^ (slot >> 63)) >> 1
-        here = load("i64", starts, to)
-        store("i64", starts, to, here + 1)
-        if rows:
-            store("i32", rows, here, i)
-    return 0
-
-
-def pick(
-    slots: int,
-    count: int,
-    keys: int,
-    to: int,
-    at: int,
-    start: int,
-    alone: int,
-    rows: int,
-    slots_there: int,
-) -> int:
-    """Find the rows of a run whose places were given to the run `to`; returns how many.
-
-    Writes their positions in the run to `rows`, and their slots, counted among the places of `to`,
-    to `slots_there`. `alone` is how many places no other run has, which come first; 0 if `to` is
-    another run.
-    """
+    slots, groups, positions = ints(slots, count), ints(groups, total), ints(positions, total)
+    rows, slots_of_rows = ints(rows, count), ints(slots_of_rows, count)
     single, shared = 0, alone
     for i in range(count):
-        slot = load("i32", slots, i)
-        first = slot >> 63
-        place = slot ^ first
-        key = load("i32", keys, place)
-        if key >> 1 != to:
+        place = place_of(slots[i])
+        is_shared = groups[place] - group_of(run, False)
+        if not 0 <= is_shared <= 1:
             continue
-        here = shared if key & 1 else single
-        store("i32", rows, here, i)
-        there = load("i32", at, place) - start
-        store("i32", slots_there, here, there ^ first)
-        shared += key & 1
-        single += 1 - (key & 1)
+        goal = np.uint64(shared if is_shared else single)
+        rows[goal] = i
+        slots_of_rows[goal] = (positions[place] - start) ^ (slots[i] >> 31)
+        shared += is_shared
+        single += 1 - is_shared
     return shared
 
 
-def scatter(out: int, height: int, places: int, values: int, size: int, count: int) -> int:
-    """Copy rows of `size` bytes to their places; returns how many have none of `height`."""
-    outside = 0
+# Values ---------------------------------------------------------------------------------------
+# The inner loop runs over the numbers of a row, in order, so it vectorises and never reorders
+# additions. Rows of one number have loops of their own.
+
+
+@register_jitable
+def add(a, b):
+    return a + b
+
+
+@register_jitable
+def least(a, b):
+    """IEEE 754-2019's: NaN wins, and -0.0 is less than 0.0."""
+    if a != a or b != b:
+        return a + b
+    return b if b < a or (a == b and np.signbit(b)) else a
+
+
+@register_jitable
+def greatest(a, b):
+    if a != a or b != b:
+        return a + b
+    return b if b > a or (a == b and np.signbit(a)) else a
+
+
+@register_jitable
+def fetch(address, size):
+    """Ask for so many bytes, which are needed soon."""
+    line = address
+    while line < address + size:  # a range would be counted first
+        prefetch(line)
+        line += _LINE
+
+
+def take_numbers(src, dst, values, stride, order, count, width, out, size):
+    """`take_rows` of rows of one number."""
+    order, out = longs(order, count), array(out, count, dst)
+    ahead = _AHEAD // _LINE  # each may lie in a line of its own
     for i in range(count):
-        place = load("i32", places, i)
-        if place < 0 or place >= height:
+        if i + ahead < count:
+            prefetch(values + stride * order[i + ahead])
+        out[i] = narrow(widen(row_of(values, stride, order[i], 1, src)[0]), dst)
+    return 0
+
+
+def take_rows(src, dst, values, stride, order, count, width, out, size):
+    """Copy the rows order[0], order[1], ... of `values` to those of `out`.
+
+    Rows of `values` lie `stride` bytes apart, those of `out` `size`.
+    """
+    order = longs(order, count)
+    ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
+    for i in range(count):
+        if i + ahead < count:
+            fetch(values + stride * order[i + ahead], nearest)
+        target = row_of(out, size, i, width, dst)
+        row = row_of(values, stride, order[i], width, src)
+        for j in range(width):
+            target[j] = narrow(widen(row[j]), dst)
+    return 0
+
+
+def reduce_numbers(
+    src,
+    dst,
+    total,
+    combine,
+    values,
+    stride,
+    order,
+    last,
+    begins,
+    ends,
+    count,
+    width,
+    out,
+    size,
+    sums,
+    sums_size,
+):
+    """`reduce_rows` of rows of one number."""
+    order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
+    out = array(out, count, dst)
+    for segment in range(count):
+        begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
+        number = narrow(widen(row_of(values, stride, order[begin], 1, src)[0]), total)
+        for place in range(begin + np.uint64(1), end):
+            other = widen(row_of(values, stride, order[place], 1, src)[0])
+            number = narrow(combine(number, other), total)
+        out[segment] = narrow(number, dst)
+    return 0
+
+
+def reduce_rows(
+    src,
+    dst,
+    total,
+    combine,
+    values,
+    stride,
+    order,
+    last,
+    begins,
+    ends,
+    count,
+    width,
+    out,
+    size,
+    sums,
+    sums_size,
+):
+    """Reduce the rows order[begins[s]], ..., order[ends[s] - 1] to row s of `out`, for all s.
+
+    Rows of `values` lie `stride` bytes apart, those of `out` `size`; `order` has `last`. Sums are
+    kept as `total`, in `sums`: the rows of `out` if this is what `out` has, else one row for all.
+    """
+    order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
+    ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
+    for segment in range(count):
+        begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
+        target = row_of(out, size, segment, width, dst)
+        row = row_of(values, stride, order[begin], width, src)
+        if begin + np.uint64(ahead) < np.uint64(last):
+            fetch(values + stride * order[begin + np.uint64(ahead)], nearest)
+        if end == begin + np.uint64(1):
+            for j in range(width):
+                target[j] = narrow(widen(row[j]), dst)
+            continue
+        sum = row_of(sums, sums_size, segment, width, total)
+        for j in range(width):
+            sum[j] = narrow(widen(row[j]), total)
+        for place in range(begin + np.uint64(1), end):
+            if place + np.uint64(ahead) < np.uint64(last):
+                fetch(values + stride * order[place + np.uint64(ahead)], nearest)
+            other = row_of(values, stride, order[place], width, src)
+            for j in range(width):
+                sum[j] = combine(sum[j], widen(other[j]))
+        if sums_size == 0:
+            for j in range(width):
+                target[j] = narrow(sum[j], dst)
+    return 0
+
+
+def combine_numbers(
+    src, dst, combine, out, height, base, slots, values, stride, count, width, size
+):
+    """`combine_rows` of rows of one number."""
+    out, slots, outside = array(out, height, dst), ints(slots, count), 0
+    for i in range(count):
+        place = np.uint64(np.int64(place_of(slots[i])) - base)
+        if place >= np.uint64(height):
             outside += 1
             continue
-        if i + _PLACES_AHEAD < count:
-            prefetch(out + load("i32", places, i + _PLACES_AHEAD) * size, min(size, 1024))
-        copy(out + place * size, values + i * size, size)
+        number = widen(row_of(values, stride, i, 1, src)[0])
+        # without a branch: who is first is anybody's guess
+        both = combine(widen(out[place]), number)
+        out[place] = narrow(number if slots[i] < 0 else both, dst)
     return outside
 
 
-# Values ---------------------------------------------------------------------------------------
-# `type` is what they are computed in. The inner loop runs over the numbers of a row, in order, so
-# it vectorises and never reorders additions.
+def combine_rows(src, dst, combine, out, height, base, slots, values, stride, count, width, size):
+    """Copy or add rows to the places that their slots say.
 
-
-def reduce(type: str) -> Callable[..., int]:
-    """Reduce segment s = order[starts[s] : starts[s + 1]] of `values` to row s - first of `out`.
-
-    `order` or `starts` may be 0: the identity, and segments of one row. Rows of `values` lie
-    `stride` bytes apart, those of `out` `size`. Sums are kept as `total`: where that is not `dst`,
-    `scratch` holds one row of them. If `which` is not 0, for the segments which[first], ...,
-    which[last - 1] (int32): those that are not from 0 to `many` - 1 are left out. Returns how many.
+    Returns how many rows were left out, because their place is not one of `height` from `base` on.
     """
-
-    def loop(
-        src: int,
-        dst: int,
-        total: int,
-        op: int,
-        width: int,
-        values: int,
-        stride: int,
-        order: int,
-        starts: int,
-        which: int,
-        many: int,
-        first: int,
-        last: int,
-        out: int,
-        size: int,
-        scratch: int,
-    ) -> int:
-        stop = load("i64", starts, last) if starts and not which else last
-        ahead = max(1, _AHEAD // max(1, stride))
-        nearest = min(stride, _AHEAD)
-        outside = 0
-        for at in range(first, last):
-            segment = load("i32", which, at) if which else at
-            if which and (segment < 0 or segment >= many):
-                outside += 1
-                continue
-            begin, end = segment, segment + 1
-            if starts:
-                begin, end = load("i64", starts, segment), load("i64", starts, segment + 1)
-            row = values + stride * (load("i64", order, begin) if order else begin)
-            target = out + (at - first) * size
-            if width == 1:
-                number = load_as(type, src, row, 0)
-                for place in range(begin + 1, end):
-                    other = values + stride * (load("i64", order, place) if order else place)
-                    number = apply(op, number, load_as(type, src, other, 0))
-                store_as(type, dst, target, 0, number)
-                continue
-            if order and (at if which else begin) + ahead < stop:
-                later = begin + ahead
-                if which:
-                    later = min(max(load("i32", which, at + ahead), 0), many - 1)
-                    later = load("i64", starts, later) if starts else later
-                prefetch(values + stride * load("i64", order, later), nearest)
-            if end == begin + 1:
-                for j in range(width):
-                    store_as(type, dst, target, j, load_as(type, src, row, j))
-                continue
-            sums = target if total == dst else scratch
-            known = end if which else stop  # up to there rows are read in this order
-            if order and begin + 1 + ahead < known:
-                prefetch(values + stride * load("i64", order, begin + 1 + ahead), nearest)
-            other = values + stride * (load("i64", order, begin + 1) if order else begin + 1)
+    slots, outside = ints(slots, count), 0
+    for i in range(count):
+        place = np.uint64(np.int64(place_of(slots[i])) - base)
+        if place >= np.uint64(height):
+            outside += 1
+            continue
+        target = row_of(out, size, np.int64(place), width, dst)
+        row = row_of(values, stride, i, width, src)
+        if slots[i] < 0:
             for j in range(width):
-                both = apply(op, load_as(type, src, row, j), load_as(type, src, other, j))
-                store_as(type, total, sums, j, both)
-            for place in range(begin + 2, end):
-                if order and place + ahead < known:
-                    prefetch(values + stride * load("i64", order, place + ahead), nearest)
-                other = values + stride * (load("i64", order, place) if order else place)
-                for j in range(width):
-                    both = apply(op, load_as(type, total, sums, j), load_as(type, src, other, j))
-                    store_as(type, total, sums, j, both)
-            if total != dst:
-                for j in range(width):
-                    store_as(type, dst, target, j, load_as(type, total, sums, j))
-        return outside
-
-    return loop
+                target[j] = narrow(widen(row[j]), dst)
+        else:
+            for j in range(width):
+                target[j] = narrow(combine(widen(target[j]), widen(row[j])), dst)
+    return outside
 
 
-def combine(type: str) -> Callable[..., int]:
-    """Copy or add rows `first` to `last` of `values` to the places that `slots` says.
-
-    Returns how many rows were left out, because their place is not one of `height` rows.
-    """
-
-    def loop(
-        src: int,
-        dst: int,
-        op: int,
-        width: int,
-        out: int,
-        height: int,
-        base: int,
-        slots: int,
-        values: int,
-        stride: int,
-        first: int,
-        last: int,
-        size: int,
-    ) -> int:
-        outside = 0
-        for i in range(first, last):
-            slot = load("i32", slots, i)
-            place = (slot ^ (slot >> 63)) - base
-            if place < 0 or place >= height:
-                outside += 1
-                continue
-            target, row = out + place * size, values + i * stride
-            if width == 1:  # without a branch: who is first is anybody's guess
-                number = load_as(type, src, row, 0)
-                both = apply(op, load_as(type, dst, target, 0), number)
-                store_as(type, dst, target, 0, number if slot < 0 else both)
-            elif slot < 0:
-                for j in range(width):
-                    store_as(type, dst, target, j, load_as(type, src, row, j))
-            else:
-                for j in range(width):
-                    both = apply(op, load_as(type, dst, target, j), load_as(type, src, row, j))
-                    store_as(type, dst, target, j, both)
-        return outside
-
-    return loop
-
-
-# What is compiled -----------------------------------------------------------------------------
-
-_BY_KIND = (scan, sort, unpack, ends, mark, place, pair, encode, decode)
-_PLAIN = (compose, weigh, aim, choose, arrange, deal, pick, scatter)
-
-LOOPS: dict[str, Callable[..., int]] = (
-    {loop.__name__: loop for loop in (*_BY_KIND, *_PLAIN)}
-    | {
-        f"{make.__name__}_{type}": make(type)
-        for make in (reduce, combine)
-        for type in ("f32", "f64", "i64")
-    }
-    | SHARED
-)
-"""Each loop by the name that it has in `INSTANCES`."""
-
-_SUMS = (
-    *(("f32", dst) for dst in ("f32", "f16", "bf16")),  # also as they are sent
-    *((src, dst) for src in ("f16", "bf16") for dst in (src, "f32", "f64")),
-    ("f64", "f64"),
-)
-VALUES: tuple[tuple[str, str, str], ...] = (
-    *((src, dst, "sum") for src, dst in _SUMS),
-    *((kind, kind, op) for kind in ("f32", "f64") for op in ("min", "max")),
-    *((kind, kind, "sum") for kind in ("i32", "i64")),
-)
-"""Of which kinds rows are reduced and combined by machine code, into which, and how: what is
-often asked for. Each takes a tenth of a second to compile; the reference serves all others."""
-
-
-def _instances() -> dict[str, tuple[str, tuple[int, ...]]]:
-    made: dict[str, tuple[str, tuple[int, ...]]] = {
-        f"{loop.__name__}.{kind}": (loop.__name__, (KINDS[kind],))
-        for loop in _BY_KIND
-        for kind in ("i32", "i64")
-    }
-    made |= {name: (name, ()) for name in (*(loop.__name__ for loop in _PLAIN), *SHARED)}
-    for src, dst, op in VALUES:
-        type = "f64" if dst == "f64" else "i64" if dst[0] == "i" else "f32"
-        total = "f32" if dst in ("f16", "bf16") else dst
-        codes = tuple(KINDS[kind] for kind in (src, dst, total))
-        key = f"{src}.{dst}.{op}"
-        made[f"reduce.{key}"] = f"reduce_{type}", (*codes, CODES[op])
-        made[f"combine.{key}"] = f"combine_{type}", (*codes[:2], CODES[op])
-        made[f"reduce.{key}.1"] = f"reduce_{type}", (*codes, CODES[op], 1)
-        made[f"combine.{key}.1"] = f"combine_{type}", (*codes[:2], CODES[op], 1)
-    return made
-
-
-INSTANCES = _instances()
-"""Of each instance the loop that it is of, and the constants that are its first arguments."""
+CONSTANTS = {
+    "i32": np.int32,
+    "i64": np.int64,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f16": np.int16,
+    "bf16": np.uint16,
+    "sum": add,
+    "min": least,
+    "max": greatest,
+}
+"""What a part of an instance's name stands for; half precision lies in memory as bits."""

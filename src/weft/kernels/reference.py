@@ -26,7 +26,6 @@ from ..base.devices import on_host
 from .ops import Op
 
 _BLOCK = 1 << 17  # numbers that are worked on at once
-_GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 
 
 class Distinct(NamedTuple):
@@ -75,50 +74,6 @@ class Union(NamedTuple):
     indices: Tensor
     slots: list[Tensor]
     below: Sequence[int] = ()
-
-
-class Shares(NamedTuple):
-    """The places of a union shared out: each is given to one of the runs that have it.
-
-    Attributes:
-        keys: int32 `[U]`: twice the run that a place was given to, plus 1 if several runs have it.
-        order: int32 `[U]`, the places by key: first those that run 0 has alone, then the others
-            given to it, then run 1's, and so on; ascending among equals.
-        at: int32 `[U]`: where in `order` each place stands.
-        starts: where in `order` each key starts, and its end: twice the number of runs, and one.
-        counts: for each run how many of its places were given to each; machine code tells none.
-    """
-
-    keys: Tensor
-    order: Tensor
-    at: Tensor
-    starts: list[int]
-    counts: Sequence[list[int]] = ()
-
-    def of(self, run: int) -> Tensor:
-        """The places given to a run, those first that it has alone."""
-        return self.order[self.starts[2 * run] : self.starts[2 * run + 2]]
-
-    def count(self, run: int) -> int:
-        """How many places were given to a run."""
-        return self.starts[2 * run + 2] - self.starts[2 * run]
-
-    def alone(self, run: int) -> int:
-        """How many places a run has alone."""
-        return self.starts[2 * run + 1] - self.starts[2 * run]
-
-
-class Picked(NamedTuple):
-    """The rows of one run whose places were given to some run, in the order of `Shares.of`.
-
-    Attributes:
-        rows: int32: their positions in their run.
-        slots: int32: their places among those given, counted from 0; as `~place` where no earlier
-            run has it.
-    """
-
-    rows: Tensor
-    slots: Tensor
 
 
 def there(numbers: Sequence[int], like: Tensor) -> Tensor:
@@ -271,15 +226,6 @@ def _column(mask: Tensor, rows: Tensor) -> Tensor:
 
 def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None = None) -> Union:
     """See `weft.kernels.union`."""
-    indices, slots, numbers = _united(runs, below, highest)
-    return _counted(runs, indices, slots, read(numbers))
-
-
-def _united(
-    runs: Sequence[Tensor], below: Sequence[int], highest: int | None
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """A union: indices, as many as the runs have together; slots; and for the host whether a run
-    is not as it should be, how many are in the union, and how many below each number."""
     ascending, order = torch.sort(torch.cat(list(runs)), stable=True)  # equal ones by their run
     first, starts = _heads(ascending)
     count = torch.cumsum(first, 0)
@@ -294,19 +240,12 @@ def _united(
         ends = there([min(each - 1, last) for each in below], ascending)
         at = torch.searchsorted(ascending, ends, right=True)
         numbers.append(torch.nn.functional.pad(count, (1, 0))[at])
+    is_wrong, united, *counts = read(torch.cat(numbers).long())
+    if is_wrong:
+        name_unsorted(runs)
     indices = ascending[starts[:-1].clamp_(max=max(0, order.numel() - 1))]
     parts = list(torch.split(slots, [run.numel() for run in runs]))
-    return indices, parts, torch.cat(numbers).long()
-
-
-def _counted(
-    runs: Sequence[Tensor], indices: Tensor, slots: list[Tensor], numbers: Sequence[int]
-) -> Union:
-    """The union itself, when the host has the numbers."""
-    wrong, count, *below = numbers
-    if wrong:
-        name_unsorted(runs)
-    return Union(indices[:count], slots, below)
+    return Union(indices[:united], parts, counts)
 
 
 def name_unsorted(runs: Sequence[Tensor]) -> None:
@@ -329,102 +268,6 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> No
             before = torch.where(first, wide, before)
         total = torch.where(first, wide, op.function(before, wide))
         out.index_copy_(0, places, total.to(out.dtype))
-
-
-def shares(slots: Sequence[Tensor], total: int, weights: Sequence[int]) -> Shares:
-    """See `weft.kernels.shares`."""
-    padded, numbers = _shared(slots, total, weights)
-    return _cut(padded, read(numbers), len(slots))
-
-
-def unite_and_share(
-    runs: Sequence[Tensor], weights: Sequence[int], below: Sequence[int], highest: int | None
-) -> tuple[Union, Shares]:
-    """See `weft.kernels.unite_and_share`."""
-    indices, slots, numbers = _united(runs, below, highest)
-    padded, more = _shared(slots, indices.numel(), weights)
-    told, known = read(torch.cat([numbers, more])), numbers.numel()
-    united = _counted(runs, indices, slots, told[:known])
-    return united, _cut(padded, told[known:], len(runs))
-
-
-def _shared(
-    slots: Sequence[Tensor], most: int, weights: Sequence[int]
-) -> tuple[Sequence[Tensor], Tensor]:
-    """Shares of a union of so many places at most, those that no run has at their ends; and for the
-    host their starts and counts."""
-    many, device = len(slots), slots[0].device
-    runs = [_places(slot) for slot in slots]
-    holders = torch.zeros(most, dtype=torch.int32, device=device)
-    left = torch.zeros(most, dtype=torch.int64, device=device)
-    for places, weight in zip(runs, weights, strict=True):
-        holders[places] += 1
-        left[places] += weight
-    several = holders > 1
-    fraction = (torch.cumsum(several, 0) - 1) * _GOLDEN & 0xFFFFFFFF
-    left = torch.where(several, fraction * left >> 32, 0)
-    whose = torch.where(holders > 0, 0, many).int()
-    for run, (places, weight) in enumerate(zip(runs, weights, strict=True)):
-        before = left[places]
-        whose[places] = torch.where((before >= 0) & (before < weight), run, whose[places])
-        left[places] = before - weight
-    keys = 2 * whose + several
-    ascending, order = torch.sort(keys, stable=True)
-    at = torch.empty_like(keys)
-    at[order] = torch.arange(most, dtype=torch.int32, device=device)
-    starts = torch.searchsorted(ascending, torch.arange(2 * many + 1, device=device).int())
-    counts = [starts.new_zeros(many) for _ in runs]
-    for count, places in zip(counts, runs, strict=True):
-        count.index_add_(0, keys[places] >> 1, torch.ones_like(places))
-    return (keys, order.int(), at), torch.cat([starts, *counts])
-
-
-def _cut(padded: Sequence[Tensor], numbers: list[int], many: int) -> Shares:
-    """The shares themselves, when the host has the numbers."""
-    starts = numbers[: 2 * many + 1]
-    keys, order, at = (each[: starts[-1]] for each in padded)
-    rows = range(2 * many + 1, len(numbers), many)
-    return Shares(keys, order, at, starts, [numbers[row : row + many] for row in rows])
-
-
-def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
-    """See `weft.kernels.pick`."""
-    places, count = _places(slots), shares.counts[run][to]
-    rows = _set(shares.keys[places] >> 1 == to, count)[:count]
-    there = shares.at[places[rows]] - shares.starts[2 * to]
-    there, order = torch.sort(there)  # places that a run has alone stand first
-    rows = rows[order]
-    return Picked(rows.int(), torch.where(slots[rows] < 0, ~there, there))
-
-
-def deal(slots: Tensor, shares: Shares, run: int) -> list[Tensor]:
-    """See `weft.kernels.deal`."""
-    to = shares.keys[_places(slots)] >> 1
-    return list(torch.split(torch.argsort(to, stable=True).int(), shares.counts[run]))
-
-
-def held(slots: Sequence[Tensor], places: Tensor) -> Tensor:
-    """Which runs have some places of their union.
-
-    Args:
-        slots: of all runs, as `union` gives them.
-        places: int64 `[n]`, ascending.
-
-    Returns:
-        int64 `[n, runs]`: 1 where the run has the place, else 0.
-
-    Example:
-        >>> held(union([torch.tensor([2, 5]), torch.tensor([1, 5])]).slots, torch.tensor([0, 2]))
-        tensor([[0, 1],
-                [1, 1]])
-    """
-    found = torch.zeros(len(places), len(slots), dtype=torch.int64, device=places.device)
-    for run, slot in enumerate(slots):
-        if len(slot):
-            its = _places(slot)
-            at = torch.searchsorted(its, places).clamp_(max=len(its) - 1)
-            found[:, run] = its[at] == places
-    return found
 
 
 def _places(slots: Tensor) -> Tensor:

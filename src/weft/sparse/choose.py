@@ -6,7 +6,8 @@ function. All of that is whole numbers, which every machine computes alike, and 
 measured. So the same call takes the same algorithm on every rank, link and day.
 
 The first of these lines that fits a call decides. A line whose algorithm cannot serve the call, or
-would need more workspace than a call may use, is passed over; the last one always serves.
+would need more workspace than a call may use, is passed over; the last one always serves: `holders`
+and `doubling` are for tensors of the CPU, and `holders` for ranks that all have machine code.
 
 1. All rows fit in the opening exchange: `eager`. They are there already.
 2. The op is a function: `gather`, by which every rank combines all rows in the order of ranks.
@@ -60,7 +61,7 @@ MANY = 16
 """Ranks: of more, `doubling` is forecast to take as long as other algorithms without overlap, and
 up to twice as long with it."""
 
-OF_THE_CPU = ("doubling",)
+OF_THE_CPU = ("doubling", "holders")
 """Algorithms whose schedules are for tensors of the CPU alone."""
 
 
@@ -133,9 +134,18 @@ def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:
     return next(line for line in fitting if serves(sizes, line.algorithm))
 
 
+def reason_against(sizes: Sizes, algorithm: str) -> str:
+    """Why an algorithm cannot serve a call; empty: it can."""
+    if sizes.staying and algorithm in OF_THE_CPU:
+        return "is for tensors of the CPU"
+    if not sizes.compiled and algorithm == "holders":
+        return "is made of machine code, and some rank has none, as `weft doctor` says"
+    return ""
+
+
 def serves(sizes: Sizes, algorithm: str) -> bool:
     """Whether an algorithm can serve a call, and needs no more workspace than the rule allows."""
-    if sizes.staying and algorithm in OF_THE_CPU:
+    if reason_against(sizes, algorithm):
         return False
     # that of the others is bounded whatever P is, or little by the lines that name them
     return algorithm not in ("gather", "holders") or workspace(sizes, algorithm) <= sizes.workspace
@@ -146,10 +156,8 @@ def workspace(sizes: Sizes, algorithm: str) -> int:
     lists = 3 * sizes.total * sizes.index  # all indices, and their places in the union
     if algorithm == "gather":
         return (sizes.total - sizes.fewest) * sizes.incoming + lists  # rows of all others
-    if sizes.staying:
-        relayed = sizes.union[1] * sizes.row
-    else:  # in chunks of any length: what the rule takes does not follow from the link
-        relayed = relay_memory(sizes.but(chunk=1 << 62), sizes.most)
+    # in chunks of any length: what the rule takes does not follow from the link
+    relayed = relay_memory(sizes.but(chunk=1 << 62), sizes.most)
     return 2 * sizes.most * sizes.incoming + relayed + lists  # rows that are summed elsewhere
 
 
@@ -170,9 +178,8 @@ def chosen(sizes: Sizes, algorithm: str, index_bytes: int) -> Line:
         if is_eager(sizes, index_bytes):
             return Line(EAGER, "all rows fit in the opening exchange")
         return first_served(sizes, lines(sizes))
-    if sizes.staying and algorithm in OF_THE_CPU:
-        able = ", ".join(sorted(ALGORITHMS.keys() - set(OF_THE_CPU)))
-        raise conclusion(
-            f"algorithm {algorithm} is for tensors of the CPU: use auto, or one of {able}"
-        )
+    reason = reason_against(sizes, algorithm)
+    if reason:
+        able = ", ".join(each for each in sorted(ALGORITHMS) if not reason_against(sizes, each))
+        raise conclusion(f"algorithm {algorithm} {reason}: use auto, or one of {able}")
     return Line(algorithm, "it was asked for")

@@ -36,8 +36,8 @@ _KEPT = 1024  # points of the header of all ranks together
 _GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
 # the first fields of a header, in their order; then the number of points, and the bytes of one or,
 # if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
-_FIXED = struct.Struct("<2qB7xqB15x")
-_FIELDS = 3
+_FIXED = struct.Struct("<2q2B6xqB15x")
+_FIELDS = 4
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
@@ -53,6 +53,7 @@ class Header(NamedTuple):
         total: rows, summed over ranks (after each rank removed its duplicates).
         highest: the largest index, -1 if there are no rows.
         rate: the least that ranks have stated, see `rate`.
+        compiled: 1 if all ranks have machine code (`kernels.is_compiled`), else 0.
         points, weights: indices, ascending, and how many rows lie from each to the next.
         rows: of one rank, sent in place of points.
     """
@@ -60,6 +61,7 @@ class Header(NamedTuple):
     total: int
     highest: int
     rate: int
+    compiled: int
     points: Longs = _NOTHING
     weights: Longs = _NOTHING
     rows: Rows | None = None
@@ -87,12 +89,12 @@ class Header(NamedTuple):
         if survey is not None:
             highest = survey.highest
         top = _last(indices) if highest is None else highest
+        header = cls(count, top, rate, int(kernels.is_compiled()))
         if values is not None:
-            return cls(count, top, rate, rows=Rows(indices, values))
+            return header._replace(rows=Rows(indices, values))
         if survey is not None:
             points = np.array(survey.points, np.int64)
-            return cls(count, top, rate, points, _between(shares(count)))
-        header = cls(count, top, rate)
+            return header._replace(points=points, weights=_between(shares(count)))
         return header.with_points(indices) if highest is None else header
 
     def with_points(self, indices: Tensor) -> Header:
@@ -156,17 +158,18 @@ class Header(NamedTuple):
         Raises:
             Exception: the bytes are no header.
         """
-        total, highest, rate, points, width = _FIXED.unpack_from(body)
+        total, highest, rate, compiled, points, width = _FIXED.unpack_from(body)
         if not 0 <= total < _MOST:
             raise ValueError(f"no rank can have {total} rows")
         if points < 0:
             index = torch.int32 if width == 4 else torch.int64
             rows = _rows_in(body, total, index, row_shape, dtype)
-            header = cls(total, highest, rate, rows=rows)
+            header = cls(total, highest, rate, compiled, rows=rows)
             is_valid = moves or kernels.ascends(rows.indices, highest)
         else:
             gaps = np.frombuffer(body[_FIXED.size :], _WIDTHS[width]).astype(np.int64)
-            header = cls(total, highest, rate, gaps.cumsum(), _between(shares(total, points)))
+            weights = _between(shares(total, points))
+            header = cls(total, highest, rate, compiled, gaps.cumsum(), weights)
             is_valid = gaps.size == points == header.weights.size
             is_valid &= not points or header._ascends()
         if not is_valid:
@@ -185,8 +188,8 @@ class Header(NamedTuple):
         The result has no points if a header carries rows, or has unsorted rows: then nobody needs
         them, or the headers need `all_with_points` before.
         """
-        totals, highest, rates, points, weights, _ = zip(*headers, strict=True)
-        figures = sum(totals), max(highest), min(rates)
+        totals, highest, rates, compiled, points, weights, _ = zip(*headers, strict=True)
+        figures = sum(totals), max(highest), min(rates), min(compiled)
         if any(one.rows is not None or (one.total and not one.points.size) for one in headers):
             return cls(*figures)
         of_all = np.concatenate(points)

@@ -74,7 +74,8 @@ def fitted(sizes: Sizes, rate: int) -> Sizes:
     if sizes.on_one_host:  # a copy keeps a core as busy as a merge: small chunks overlap little
         fair = 1 << (_NEAR // sizes.ranks).bit_length() - 1
         return sizes.but(chunk=max(smallest, fair), gaps=False)
-    return sizes.but(chunk=min(max(smallest, 1 << rate + _CHUNK), largest), gaps=rate < _PACKED)
+    packs = sizes.compiled and rate < _PACKED
+    return sizes.but(chunk=min(max(smallest, 1 << rate + _CHUNK), largest), gaps=packs)
 
 
 def _guessed() -> int:

@@ -208,6 +208,7 @@ def _sizes(
         partial=row_bytes(row_shape, summed_as),
         index=4 if places <= 2**31 else 8,
         places=places,
+        compiled=all(header.compiled for header in headers),
         staying=not on_host(rows.values),
         in_order=not request.op.builtin,
         hosts=hosts_of(group),

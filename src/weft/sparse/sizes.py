@@ -30,6 +30,7 @@ class Sizes:
         partial: bytes of a row's values while only some ranks' are added.
         index: bytes of an index on the wire, 4 or 8.
         places: indices lie below this.
+        compiled: all ranks have machine code, which `holders` and packed index lists are made of.
         chunk: bytes of values sent at a time.
         gaps: index lists are written as gaps, in few bits.
         staying: rows are on an accelerator, whose values the host does not read. Messages travel in
@@ -49,6 +50,7 @@ class Sizes:
     partial: int
     index: int = 4
     places: int = 0
+    compiled: bool = True
     chunk: int = 1 << 18
     gaps: bool = False
     staying: bool = False
