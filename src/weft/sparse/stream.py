@@ -23,7 +23,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Any, Self, TypeVar
 
@@ -102,7 +101,7 @@ class IndexLists:
         heads = [(peer, head) for peer, head, _ in messages]
         self._heads = group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
         rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
-        self._sent = group.post(rests, (), LISTS)
+        self._sent = [group.post(rests, (), LISTS)] if rests else []
         self.are_sent = not rests
         return self
 
@@ -124,11 +123,11 @@ class IndexLists:
                 rests[peer] = self._room(size)
                 rests[peer][:HEAD] = head
         recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        pending = call.group.post((), recvs, LISTS)
+        coming = [call.group.post((), recvs, LISTS)] if recvs else []
         lists = {}
         for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
             if peer in rests:
-                pending.wait()
+                wait_all(coming)
             lists[peer] = self._unpacked(peer, rests.get(peer, heads[peer]))
         return lists
 
@@ -146,7 +145,7 @@ class IndexLists:
 
     def release(self) -> None:
         """Wait until all own lists are sent, then give back the memory."""
-        self._sent.wait()
+        wait_all(self._sent)
         self._heads.release()
         for lease in self._leases:
             lease.release()
@@ -243,13 +242,15 @@ def union_of_lists(
             then says where they begin and end, and `call.of_device` counts only them.
 
     Raises:
-        WireError: as `ascending`.
+        WireError: as `check_order`.
     """
     ends = span or ()
-    with ascending(call, lists):
-        union = kernels.union(
-            [*lists.values()], (*ends, *call.of_device.marks), call.sizes.places - 1
-        )
+    marks = *ends, *call.of_device.marks
+    try:
+        union = kernels.union([*lists.values()], marks, call.sizes.places - 1)
+    except ValueError:
+        check_order(call, lists)
+        raise
     of_ends = union.below[: len(ends)]
     of_marks = union.below[len(ends) :]
     begin, end = of_ends or (0, union.indices.numel())
@@ -257,23 +258,18 @@ def union_of_lists(
     return union._replace(below=of_ends)
 
 
-@contextmanager
-def ascending(call: Call, lists: Mapping[int, Tensor]) -> Iterator[None]:
-    """Unite lists, by rank, in this block.
+def check_order(call: Call, lists: Mapping[int, Tensor]) -> None:
+    """Check lists, by rank, of which some is invalid if the union of them has raised ValueError.
 
     Raises:
         WireError: a list on an accelerator is invalid; lists on the CPU were checked on arrival.
     """
-    try:
-        yield
-    except ValueError as error:
-        last = call.sizes.places - 1
-        for peer, indices in lists.items():
-            if not kernels.ascends(indices, last):
-                name = call.group.rank_in_errors(peer)
-                text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
-                raise call.group.fail(peer, text) from error
-        raise
+    last = call.sizes.places - 1
+    for peer, indices in lists.items():
+        if not kernels.ascends(indices, last):
+            name = call.group.rank_in_errors(peer)
+            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
+            raise call.group.fail(peer, text)
 
 
 class Inflow:
