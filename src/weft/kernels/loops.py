@@ -579,10 +579,7 @@ def fetch(address, size):
 def take_numbers(src, dst, values, stride, order, count, width, out, size):
     """`take_rows` of rows of one number."""
     order, out = longs(order, count), array(out, count, dst)
-    ahead = _AHEAD // _LINE  # each may lie in a line of its own
-    for i in range(count):
-        if i + ahead < count:
-            prefetch(values + stride * order[i + ahead])
+    for i in range(np.uint64(count)):
         out[i] = narrow(widen(row_of(values, stride, order[i], 1, src)[0]), dst)
     return 0
 
