@@ -18,7 +18,8 @@ def agreed_fields(statements: Mapping[int, Statement]) -> dict[str, str]:
 
     Raises:
         WeftError: some rank stated an error, of which that of the lowest is raised, or fingerprints
-            differ, of which the first field is told: others may follow from that.
+            differ, of which the first field is told: others may follow from that; or some record
+            gradients, and others are under `torch.no_grad()`.
     """
     erring = [rank for rank, each in statements.items() if each.error]
     if erring:
@@ -32,18 +33,15 @@ def agreed_fields(statements: Mapping[int, Statement]) -> dict[str, str]:
     for name, values in holders.items():
         if len(values) > 1:
             raise conclusion(_difference(name, values, statements))
-    return {name: next(iter(values), UNKNOWN) for name, values in holders.items()}
-
-
-def check_modes(call: str, statements: Mapping[int, Statement]) -> None:
-    """Raise WeftError if some ranks record gradients of a call, and others are under `no_grad`."""
+    fields = {name: next(iter(values), UNKNOWN) for name, values in holders.items()}
     recording = [rank for rank, each in statements.items() if each.records]
     without = [rank for rank, each in statements.items() if not each.enabled]
     if recording and without:
         raise conclusion(
-            f"rank {recording[0]} records gradients of {call}, rank {without[0]} is under "
+            f"rank {recording[0]} records gradients of {fields[CALL]}, rank {without[0]} is under "
             "torch.no_grad(): call it under the same mode on every rank"
         )
+    return fields
 
 
 def _difference(

@@ -38,7 +38,7 @@ from ..base.memory import tensor_of
 from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
-from .agreement import agreed_fields, check_modes
+from .agreement import agreed_fields
 from .bundle import statements_in, statements_of_all
 from .fingerprint import Fields, encoded, fingerprint
 from .mode import PLAIN, Mode
@@ -180,7 +180,7 @@ def opened(
         ]
     else:
         statements = statements_of_all(group, mine, watch)
-    opening = _concluded(group, call, statements)
+    opening = _concluded(group, statements)
     if private is not None:
         opening.private = _heard_in_private(group, statements, private)
     return opening
@@ -221,7 +221,7 @@ def _tell(
     return group.tell(message, CAP, to_far=to_far, counted=counted, opens=opens)
 
 
-def _concluded(group: Group, call: str, statements: list[Statement]) -> Opening:
+def _concluded(group: Group, statements: list[Statement]) -> Opening:
     """The conclusion from all ranks' statements; raises what every rank raises."""
     _, numbers, fields, errors, *_, records, enabled, digests = zip(*statements, strict=True)
     # a rank that calls of some of the ranks left out goes on from the others' number
@@ -232,9 +232,7 @@ def _concluded(group: Group, call: str, statements: list[Statement]) -> Opening:
         known = dict(fields[0])
     else:
         names = map(group.rank_in_errors, range(group.size))
-        of_all = dict(zip(names, statements, strict=True))
-        known = agreed_fields(of_all)
-        check_modes(call, of_all)
+        known = agreed_fields(dict(zip(names, statements, strict=True)))
     are_equal = {*digests} == {digests[0]}
     return Opening(number, known, is_recorded, are_equal, [], group, statements)
 
