@@ -57,8 +57,8 @@ def balanced_bounds(header: Header, ranks: int, owners: int | None = None) -> li
         ranks: how many there are.
         owners: how many own a range; None: every rank.
     """
-    bins = _binned(header, ranks)
-    cuts = _divided(bins, bins.rows + (ranks - 1) * bins.union, owners or ranks)
+    bins = _bins_of(header, ranks)
+    cuts = _equal_cuts(bins, bins.rows + (ranks - 1) * bins.union, owners or ranks)
     return [0, *cuts, header.highest + 1]
 
 
@@ -76,7 +76,7 @@ class _Bins(NamedTuple):
     union: Longs
 
 
-def _binned(header: Header, ranks: int) -> _Bins:
+def _bins_of(header: Header, ranks: int) -> _Bins:
     """The points of a header in at most `_BINS` bins; in none if there are no rows."""
     points = header.points
     count = len(points)
@@ -87,11 +87,11 @@ def _binned(header: Header, ranks: int) -> _Bins:
     starts = np.arange(bins, dtype=np.int64) * count // bins
     edges = np.append(points[starts], end)
     rows = np.add.reduceat(header.weights, starts)
-    union = np.maximum(_union(rows, np.diff(edges), ranks), 1)
+    union = np.maximum(_expected_union(rows, np.diff(edges), ranks), 1)
     return _Bins(edges, rows, union)
 
 
-def _divided(bins: _Bins, work: Longs, parts: int) -> list[int]:
+def _equal_cuts(bins: _Bins, work: Longs, parts: int) -> list[int]:
     """Indices that cut the bins, each of so much work, into parts of equal work."""
     edges = bins.edges
     if not len(edges):
@@ -106,7 +106,7 @@ def _divided(bins: _Bins, work: Longs, parts: int) -> list[int]:
     return result
 
 
-def _union(rows: Longs, width: Longs, ranks: int) -> Longs:
+def _expected_union(rows: Longs, width: Longs, ranks: int) -> Longs:
     """Rows expected in the union of ranks that throw theirs independently.
 
     Args:
@@ -174,7 +174,6 @@ class SparseReduceScatter:
     * `sums`: values for this rank, chunk by chunk as they are merged.
 
     Attributes:
-        owner: which range is this rank's.
         union: of the received index lists, from `receive_lists` on. On an accelerator the lists
             have indices of neighbouring ranges, too: `union.below` then says where this rank's
             range begins and ends.
@@ -194,14 +193,14 @@ class SparseReduceScatter:
         highest = call.header.highest
         self._call = call
         self._incoming = call.incoming  # by which rows travel
-        self.owner = group.rank
         self._rows = rows
         self._indices = rows.indices.to(call.wire_index)
         self._part = _parts(call, self._indices, bounds)
-        self._span = bounds[self.owner], bounds[self.owner + 1]
+        self._rank = group.rank
+        self._span = bounds[group.rank], bounds[group.rank + 1]
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
         self._owners = [peer for peer in group.peers if owns[peer]]
-        self._sources = group.peers if owns[self.owner] else []
+        self._sources = group.peers if owns[group.rank] else []
         self._sent: list[Pending] = []
 
     def start(self) -> None:
@@ -227,8 +226,7 @@ class SparseReduceScatter:
 
     def receive_lists(self) -> None:
         """Wait for the lists of what this rank owns, and begin to receive the values."""
-        me = self.owner
-        lists = self._lists.wait() | {me: self._indices[self._part[me]]}
+        lists = self._lists.wait() | {self._rank: self._indices[self._part[self._rank]]}
         in_order = {rank: lists[rank] for rank in sorted(lists)}
         self._runs = [*in_order.values()]
         self._inflows = {
@@ -260,7 +258,7 @@ class SparseReduceScatter:
     def sums(self, call: Call, out: Tensor) -> Iterator[tuple[int, int]]:
         """Merge the rows that this rank owns, in rank order: see `merge_blocks`."""
         sources: dict[int, Source] = {peer: inflow.pieces for peer, inflow in self._inflows.items()}
-        sources[self.owner] = source_of(self._rows.values[self._part[self.owner]])
+        sources[self._rank] = source_of(self._rows.values[self._part[self._rank]])
         in_order = [sources[rank] for rank in sorted(sources)]
         return merge_blocks(call, self._runs, in_order, self.union, out)
 

@@ -176,10 +176,10 @@ class _ListsOfKnownLength(IndexLists):
         numbers = struct.Struct(f"<{size + len(call.of_device.below)}q")
 
         def read(raw: bytes | memoryview) -> tuple[int, ...]:
-            found = numbers.unpack(raw)
-            if not all(0 <= each <= call.header.total for each in found):
-                raise ValueError(f"of {call.header.total} rows they are {found}")
-            return found
+            lengths = numbers.unpack(raw)
+            if not all(0 <= each <= call.header.total for each in lengths):
+                raise ValueError(f"of {call.header.total} rows they are {lengths}")
+            return lengths
 
         message = numbers.pack(*counts, *call.of_device.below)
         of_all = call.group.all_gather_bytes(message, read, "lengths of lists")

@@ -188,24 +188,20 @@ def reduced(group: Group, requests: Sequence[Request]) -> list[Any]:
         calls = [kind.request(requests) for kind in kinds]
     done = [run.reduced(group, call) for call in calls]
     # where tables begin in the results, unless the algorithm knows: read together, with one wait
-    found = [
+    results = [
         (kind, call.of_device.below, rows)
         for kind, call, (rows, _) in zip(kinds, calls, done, strict=True)
     ]
-    unknown = [kind.ends(rows) for kind, below, rows in found if kind.tall and not below]
+    unknown = [kind.ends(rows) for kind, below, rows in results if kind.tall and not below]
     ends = iter(kernels.read(torch.cat(unknown)) if unknown else ())
-    parts: dict[int, Rows] = {}
-    for kind, below, rows in found:
+    parts = {table: _no_rows(request.rows) for table, request in enumerate(requests)}
+    for kind, below, rows in results:
         parts |= kind.parts(rows, requests, iter(below or ends))
-    note(group, _of_all(group, [record for _, record in done]))
-    results = []
-    for table, request in enumerate(requests):
-        part = parts.get(table)
-        results.append(request.restore(_nothing(request.rows) if part is None else part))
-    return results
+    note(group, _record_of_list(group, [record for _, record in done]))
+    return [request.restore(parts[table]) for table, request in enumerate(requests)]
 
 
-def _of_all(group: Group, records: Sequence[Record]) -> Record:
+def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
     """One record of the calls for all tables; without any no rank has rows."""
     if not records and group.size == 1:
         return Record.of(group, ALONE, "the group has one rank")
@@ -272,8 +268,8 @@ class _Kind(NamedTuple):
         counts = [high - low for low, high in pairwise(bounds)]
         keys = result.indices - _repeated(self.starts[:-1], counts, result.indices)
         dtypes = {requests[table].rows.indices.dtype for table in self.tables}
-        indices = {dtype: _cut(keys.to(dtype), bounds) for dtype in dtypes}
-        values = _cut(result.values, bounds)
+        indices = {dtype: _split(keys.to(dtype), bounds) for dtype in dtypes}
+        values = _split(result.values, bounds)
         parts = {}
         for number, table in enumerate(self.tables):
             rows = requests[table].rows
@@ -289,7 +285,7 @@ def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Te
     return torch.repeat_interleave(of, times, output_size=sum(counts))
 
 
-def _cut(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+def _split(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """The rows between each bound and the next, each part with a storage of its own.
 
     So `torch.save` of a part does not save the whole. On the host the parts share the memory of the
@@ -337,7 +333,7 @@ def _kinds(tables: Sequence[_Table], requests: Sequence[Request]) -> list[_Kind]
     return groups
 
 
-def _nothing(rows: Rows) -> Rows:
+def _no_rows(rows: Rows) -> Rows:
     """The result of a table without rows on any rank."""
     return Rows(rows.indices[:0], rows.values.new_empty(0, *rows.row_shape), rows.height)
 

@@ -87,10 +87,12 @@ def sparse_broadcast(
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
     def job() -> Any:
-        found, _ = performed(group, request, _NAME, algorithm)
+        received, _ = performed(group, request, _NAME, algorithm)
         (form,) = forms
-        given = src, "rows", _formed, found, form
-        result = request.restore(found) if here else group.decode(*given)
+        if here:
+            result = request.restore(received)
+        else:
+            result = group.decode(src, "rows", _in_form, received, form)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result
@@ -119,7 +121,7 @@ def _form_of(rows: Any) -> str:
     return "rows" if isinstance(rows, Rows) else "pair"
 
 
-def _formed(rows: Rows, form: str) -> Any:
+def _in_form(rows: Rows, form: str) -> Any:
     """The rows in a form that `_form_of` describes.
 
     Raises:

@@ -100,8 +100,8 @@ def sparse_reduce(
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         end = call.header.highest + 1
-        all_his = [0] * (dst + 1) + [end] * (group.size - dst)
-        return sibling(call, "direct"), sums_in(all_his, rows, call)
+        ranges = [0] * (dst + 1) + [end] * (group.size - dst)
+        return sibling(call, "direct"), sums_in(ranges, rows, call)
 
     def job() -> Any:
         result, _ = performed(group, request, _NAME, algorithm, apart=True)
