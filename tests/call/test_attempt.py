@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import weft
 from weft.base.errors import conclusion
@@ -185,3 +186,10 @@ def until_lost(group, lost):
             group.check()
         except weft.WireError:
             lost.set()
+
+
+@spmd(1, on=("threads",))  # make_fx is not for several threads at once
+def test_a_call_that_is_traced_leaves_no_trace_of_itself(group):
+    with pytest.raises(weft.WeftError, match="is traced by"):
+        make_fx(lambda x: weft.all_reduce(x))(torch.ones(2))
+    assert group.worker.prepares == ""

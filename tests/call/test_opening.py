@@ -186,6 +186,23 @@ def test_who_tells_no_statement_is_named(size, what):
     run(size, program)
 
 
+def test_a_statement_of_another_rank_is_refused():
+    def program(group):
+        def tell(raw, *given, inner=group.tell, **named):
+            (statement,) = unpack(memoryview(raw), ())
+            return inner(statement._replace(rank=2).pack(), *given, **named)
+
+        if group.rank == 1:
+            group.tell = tell
+        text = r"rank 1 sent a statement .* ranks \[2\], and not of range\(1, 2\)"
+        with pytest.raises(weft.WireError, match=text) as caught:
+            for _ in range(2):  # who had all it needs hears of it in its next call
+                fields_of(group)
+        assert caught.value.culprit == 1
+
+    run(3, program)
+
+
 def test_a_bundle_with_the_statements_of_other_ranks_is_refused():
     def program(group):
         def tell(raw, *given, inner=group.tell, **named):

@@ -292,7 +292,7 @@ jit.user_cache = homeless
 print(jit.cache_directory())
 """
     (output,) = forked(1, body, tmp_path, TMPDIR=str(tmp_path))
-    first, second, third = output.split()
+    first, second, third = output.splitlines()
     assert first.endswith(f"/weft-{os.geteuid()}/kernels")
     assert second == f"{tmp_path}/home/.cache/weft/kernels"
     assert third == "None"

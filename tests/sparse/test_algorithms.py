@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import weft
 from cases import alike, in_case, on_hosts, same, set_rate
 from gloo_rounds import as_device
-from weft.group.channels import LISTS, SUMS, VALUES
+from weft.group.channels import LISTS, SMALL, SUMS, VALUES
 from weft.kernels.ops import DTYPES, OPS
 from weft.sparse import ALGORITHMS, codec
 from weft.testing import expected, processes, run, spmd
@@ -393,3 +393,22 @@ def test_whatever_hypothesis_makes(name, parts, op):
 
     for total in run(len(parts), body):
         same(total, want)
+
+
+@spmd(3, on=("threads",))
+def test_gather_refuses_a_list_of_another_length_than_was_stated(group):
+    post = group.post
+
+    def shortened(sends=(), recvs=(), channel=0):
+        if channel == SMALL and sends:
+            with codec.pack(torch.arange(99, dtype=torch.int32), group.memory, gaps=False) as short:
+                sends = [(peer, short.clone()) for peer, _ in sends]
+        return post(sends, recvs, channel)
+
+    if group.rank == 1:
+        group.post = shortened
+    rows = weft.Rows(torch.arange(100), torch.ones(100, 2), 100)
+    with pytest.raises(weft.WireError, match="rank 1 sent 99 indices of 100 rows") as caught:
+        for _ in range(2):  # rank 1 hears of it in its next call
+            weft.sparse_all_reduce(rows, algorithm="gather")
+    assert caught.value.culprit == 1

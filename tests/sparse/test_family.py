@@ -416,3 +416,15 @@ def test_indices_go_directly_between_hosts_if_they_are_few(count, directly, monk
     everybody = [{0, 1, 2, 3} - {rank} for rank in range(4)]
     neighbours = [{(rank + 1) % 4} for rank in range(4)]
     assert goes_to == (everybody if directly else neighbours)
+
+
+@pytest.mark.parametrize("call", ["sparse_reduce", "sparse_reduce_scatter", "sparse_all_gather"])
+def test_the_algorithm_in_the_environment_is_none_of_theirs(call, monkeypatch):
+    monkeypatch.setenv("WEFT_ALGORITHM", "split")
+
+    def program(group):
+        rows = part(group.rank, "few")
+        getattr(weft, call)(rows)
+        return last_call().algorithm
+
+    assert run(2, program) == ["eager"] * 2

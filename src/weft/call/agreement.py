@@ -10,7 +10,7 @@ from .fingerprint import CALL, UNKNOWN
 from .statement import Statement
 
 
-def agreed_fields(statements: Mapping[int, Statement]) -> dict[str, str]:
+def conclusion_of(statements: Mapping[int, Statement]) -> dict[str, str]:
     """The fields in which statements agree; what some ranks do not know has the others' value.
 
     Args:

@@ -1,4 +1,4 @@
-"""What one rank may fail at, and all have to know of: `attempt`, and what calls use of it."""
+"""What one rank may fail at, and all have to know of: in a user's function, and before a call."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def confess(group: Group, call: str, trouble: BaseException | None) -> None:
 class preparing:  # as it reads: with preparing(group, name) as call
     """A block that makes a call of a caller's arguments; what is raised in it all ranks raise.
 
-    Arguments may raise anything wherever they are looked at. If this rank alone raised it, the
-    others would wait for it in the call. A call that is traced is such an error (`refuse_tracing`).
+    Arguments may raise any Exception wherever they are looked at. If this rank alone raised it, the
+    others would wait for it in the call. An interrupt goes on, and a WireError, of which all know.
+    A call that is traced is such an error (`refuse_tracing`).
 
     In a call's turn it is a block that an opening follows, in which the others are told: also
     between two openings of one call.
@@ -127,11 +128,11 @@ class preparing:  # as it reads: with preparing(group, name) as call
         self._trouble: Exception | None = None  # of an asynchronous call, not yet told
 
     def __enter__(self) -> Self:
-        self._group.worker.prepares = self._name  # for who asks meanwhile where this rank is
         try:
             refuse_tracing(self._name)
         except WeftError as error:
             self._tell(error)
+        self._group.worker.prepares = self._name  # for who asks meanwhile where this rank is
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:

@@ -122,6 +122,14 @@ def _by_rank(heard: list[Statement], ranks: range) -> dict[int, Statement]:
     return found
 
 
+def statement_of(group: Group, mine: Statement, peer: int, message: memoryview) -> Statement:
+    """The statement in a message in which a peer tells its own; raises as `statements_in`."""
+    heard = statements_in(group, mine, peer, message)
+    if heard[0].rank != peer or heard[1:]:
+        group.decode(peer, "a statement", _by_rank, heard, range(peer, peer + 1))
+    return heard[0]
+
+
 def statements_in(group: Group, mine: Statement, peer: int, message: memoryview) -> list[Statement]:
     """The statements in a peer's message.
 

@@ -38,8 +38,8 @@ from ..base.memory import tensor_of
 from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
-from .agreement import agreed_fields
-from .bundle import statements_in, statements_of_all
+from .agreement import conclusion_of
+from .bundle import statement_of, statements_of_all
 from .fingerprint import Fields, encoded, fingerprint
 from .mode import PLAIN, Mode
 from .statement import (
@@ -175,7 +175,7 @@ def opened(
         if watch is not None:
             watch(telling)
         statements = [
-            mine if peer == group.rank else statements_in(group, mine, peer, message)[0]
+            mine if peer == group.rank else statement_of(group, mine, peer, message)
             for peer, message in enumerate(telling.wait())
         ]
     else:
@@ -232,7 +232,7 @@ def _concluded(group: Group, statements: list[Statement]) -> Opening:
         known = dict(fields[0])
     else:
         names = map(group.rank_in_errors, range(group.size))
-        known = agreed_fields(dict(zip(names, statements, strict=True)))
+        known = conclusion_of(dict(zip(names, statements, strict=True)))
     are_equal = {*digests} == {digests[0]}
     return Opening(number, known, is_recorded, are_equal, [], group, statements)
 

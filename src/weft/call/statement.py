@@ -24,8 +24,7 @@ DIRECT = 16
 """Ranks: of so many, and fewer, each tells all others its own statement; more pass on bundles."""
 
 BODY = 136 << 10
-"""Bytes that a body may have, with what is said in private. Every rank receives at this cap,
-whatever it is about to call."""
+"""Bytes that a body may have, with what is said in private."""
 
 _BODY_OF_MANY = 2 << 10  # bytes: of 1,024 ranks together no more than of 16 with the largest bodies
 
@@ -42,7 +41,7 @@ _MAGIC = b"weft"
 _ALIGNED = 16  # bytes, to a multiple of which a body begins: enough for any dtype
 
 CAP = _HEAD.size + LONGEST + ERROR + 2 * _ALIGNED + BODY
-"""Bytes that a statement may have."""
+"""Bytes that a statement may have; every rank receives at this cap, whatever it will call."""
 
 _NOTHING = memoryview(b"")
 

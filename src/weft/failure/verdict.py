@@ -77,7 +77,7 @@ class Place:
         seconds: how long it has waited or, if it does not wait, how long ago its last wait ended.
         raised: the error that it raised since then, outside any call or as it left; or "".
         elsewhere: where it is on another group, as a clause, if it is outside of any call; or "".
-        prepares: the call whose arguments it looks at, before its turn; or "".
+        prepares: the call whose arguments it looks at outside of calls, or "".
         at: where its program stands, as "file:line in function", or "".
         awaited: all ranks that it so waits for, `awaits` among them; a few of them, if many.
         entered: the call that it is in, once it has come to that; None: it has come to none.

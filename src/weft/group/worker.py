@@ -94,7 +94,7 @@ class Worker:
         made: how many calls were started or queued.
         doing: the name of the call that runs, "" between calls.
         now: the record of that call, or None.
-        prepares: the name of a call whose arguments are looked at, before its turn; or "".
+        prepares: the name of a call whose arguments are looked at, or "".
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
         history: the last calls that this rank has come to.
 

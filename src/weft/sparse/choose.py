@@ -92,7 +92,7 @@ def lines(sizes: Sizes) -> Iterator[Line]:
             yield Line("gather", f"ranks of one host bring up to {NEAR >> 20} MiB of rows")
         yield Line("split", "all ranks share a host")
     elif len(sizes.ranks_of_hosts) < sizes.ranks:
-        yield Line("split", "ranks share hosts, within which it begins")
+        yield Line("split", "ranks share hosts")
     yield from lines_apart(sizes)
 
 

@@ -1,7 +1,7 @@
 """The header: what a rank says of its rows when a sparse all-reduce opens.
 
-A header is the body of a rank's statement. One made of all ranks' headers (`Header.of_all`) says
-everything that the choice of an algorithm depends on. A rank with few rows sends the rows
+A header is the body of a rank's statement. `run` finds the sizes of the call in those of all ranks;
+one made of all (`Header.of_all`) says where all rows lie. A rank with few rows sends the rows
 themselves instead of saying where they lie; when all ranks did, the call needs no second round.
 
 A header describes the distribution of a rank's indices by *points*: quantiles, each of which stands

@@ -41,6 +41,8 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _NONE = kernels.Distinct(NOTHING.indices, None, None)
 _MOVE = object()  # the op of a call that moves
+NO_CHOICE = object()
+"""The algorithm of a call that has no choice of one, whatever the environment says."""
 _HIGHEST = 2**63  # what indices of int64 reach
 _LONGEST = 160  # bytes that the name of a caller's function may have
 
@@ -86,14 +88,14 @@ class Request:
     def of(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
         """Check the arguments of a call, and sort the indices unless it moves."""
         request = cls.asked(op, algorithm, wire_dtype).given(rows)
-        if on_host(request.rows.indices):  # else `run.begin` looks, in weft's stream
+        if on_host(request.rows.indices):  # else `run.begun` looks, in weft's stream
             request.look()
         return request
 
     @classmethod
     def to_move(cls, rows: object, wire_dtype: object) -> Request:
         """Check the arguments of a call that moves rows unsorted and uncombined, of any dtype."""
-        return cls.of(rows, _MOVE, "auto", wire_dtype)
+        return cls.of(rows, _MOVE, NO_CHOICE, wire_dtype)
 
     @classmethod
     def asked(cls, op: object, algorithm: object, wire_dtype: Any) -> Request:
@@ -177,6 +179,8 @@ class Request:
         check(outside(low, high, self.rows.height))
 
     def _take_algorithm(self, name: object) -> None:
+        if name is NO_CHOICE:
+            return
         said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
         chosen = said or name
         if chosen != "auto":

@@ -118,7 +118,7 @@ class IndexLists:
         most = call.header.total * call.sizes.index
         rests: dict[int, Tensor] = {}
         for peer, head in heads.items():
-            size = self._read(peer, codec.bytes_of, head, most)
+            size = self._read(peer, _size_of, head, most)
             if size > HEAD:
                 rests[peer] = self._room(size)
                 rests[peer][:HEAD] = head
@@ -149,6 +149,14 @@ class IndexLists:
         self._heads.release()
         for lease in self._leases:
             lease.release()
+
+
+def _size_of(head: Tensor, most: int) -> int:
+    """Bytes of a list, as its first message says. Raises ValueError if that is too short."""
+    size = codec.bytes_of(head, most)
+    if len(head) < min(size, HEAD):
+        raise ValueError(f"{len(head)} bytes come first, of {size}")
+    return size
 
 
 class _ListsOfKnownLength(IndexLists):
@@ -228,6 +236,14 @@ def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Te
     """The lists of all ranks, of which `indices` is this rank's, when they have come."""
     lists = under_way.wait() | {call.group.rank: indices}
     return [lists[rank] for rank in range(call.group.size)]
+
+
+def check_lengths(call: Call, lists: Sequence[Tensor], counts: Sequence[int]) -> None:
+    """Raise WireError unless each rank's list is as long as its header said."""
+    for peer, (indices, count) in enumerate(zip(lists, counts, strict=True)):
+        if len(indices) != count:
+            name = call.group.rank_in_errors(peer)
+            raise call.group.fail(peer, f"rank {name} sent {len(indices)} indices of {count} rows")
 
 
 def union_of_lists(

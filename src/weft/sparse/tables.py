@@ -1,19 +1,19 @@
 """A list of tables in one sparse all-reduce: tables of one kind are reduced as one tall table.
 
 A model with many embedding tables would pay the latency of a call for each. So the tables of one
-dtype and row shape form a *group*: their indices are shifted, each table has a range of one key
-space, and one ordinary call reduces the group. An opening comes before the first of these calls.
-In it every rank states three numbers of each table: a digest of its kind, one of its row shape, and
-the largest index. From that all ranks compute the same groups and the same ranges. Where ranks
-differ, an opening for that table tells how; or what its row shape is, which a rank without rows of
-it need not know.
+*kind*, of one dtype and row shape, become one: their indices are shifted, each table has a range of
+one key space, and one ordinary call reduces all of them. An opening comes before the first of these
+calls (several, of thousands of tables). In it every rank states three numbers of each table: a
+digest of what must be equal, one of its row shape, and the largest index. From that all ranks find
+the same kinds and the same ranges. Where ranks differ, an opening for that table tells how; or what
+its row shape is, which a rank without rows of it need not know.
 
-The results of a group's tables are parts of the tall table's memory, which is freed with the last
-of them.
+The results of the tables of a kind are parts of the tall table's memory, which is freed with the
+last of them.
 
 On an accelerator all tables must be on one device, and results are copies. All indices are surveyed
 before the exchange, and a result's size is found together with the places where its tables begin.
-So the host waits once for the list, and once for each group.
+So the host waits once for the list, and once for each kind.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class _Kind(NamedTuple):
     def parts(
         self, result: Rows, requests: Sequence[Request], ends: Iterator[int]
     ) -> dict[int, Rows]:
-        """The rows of each table. If the group is tall, `ends` yields its places first."""
+        """The rows of each table. If the kind is tall, `ends` yields its places first."""
         if not self.tall:
             return {self.tables[0]: result}
         bounds = list(islice(ends, len(self.starts)))
@@ -309,17 +309,17 @@ def _split(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 def _kinds(tables: Sequence[_Table], requests: Sequence[Request]) -> list[_Kind]:
-    """The groups of tables that have rows on some rank.
+    """The kinds of tables that have rows on some rank.
 
     Raises:
-        WeftError: the indices of a group do not fit in one key space.
+        WeftError: the indices of a kind do not fit in one key space.
     """
-    kinds: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    numbers_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for number, table in enumerate(tables):
         if table.highest >= 0:
-            kinds.setdefault((table.values, table.row_shape), []).append(number)
-    groups = []
-    for (_, row_shape), numbers in kinds.items():
+            numbers_of.setdefault((table.values, table.row_shape), []).append(number)
+    kinds = []
+    for (_, row_shape), numbers in numbers_of.items():
         sizes = [tables[number].highest + 1 for number in numbers]
         starts = [0, *accumulate(sizes)]
         staying = not on_host(requests[0].rows.indices)
@@ -329,8 +329,8 @@ def _kinds(tables: Sequence[_Table], requests: Sequence[Request]) -> list[_Kind]
         elif starts[-1] > _END and tall:
             most = max(zip(sizes, numbers, strict=True))
             raise conclusion(f"table {most[1]}: {_too_large(most[0] - 1)}")
-        groups.append(_Kind(tuple(numbers), row_shape, starts, tall))
-    return groups
+        kinds.append(_Kind(tuple(numbers), row_shape, starts, tall))
+    return kinds
 
 
 def _no_rows(rows: Rows) -> Rows:

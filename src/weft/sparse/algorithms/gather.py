@@ -3,8 +3,8 @@
 Index sets go first, so that each rank knows the result's size and every row's place before the
 first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
-each rank has (up to 16 ranks, and not in a step of `split`) and the lists are short:
-between distant hosts that saves a round. No row waits for another rank's arithmetic, so the link is
+each rank has (not in a step of `split`) and the lists are short: between distant hosts that saves a
+round. No row waits for another rank's arithmetic, so the link is
 never idle; but every rank receives every row of all others and repeats the whole merge.
 
 Best for few ranks whose rows overlap little: without overlap it receives exactly the bound. It
@@ -28,6 +28,7 @@ from ..registry import algorithm
 from ..rows import Rows
 from ..stream import (
     Ring,
+    check_lengths,
     in_rank_order,
     merge_blocks,
     send_list_to_all,
@@ -61,6 +62,7 @@ def gather(rows: CanonicalRows, call: Call) -> Rows:
         ring.send(rows.values)
         if runs is None:
             runs = in_rank_order(call, lists, indices)
+            check_lengths(call, runs, counts)
         union = union_of_lists(call, dict(enumerate(runs)))
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]

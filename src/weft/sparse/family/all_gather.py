@@ -4,10 +4,10 @@ For rows that must not be combined, or not yet: samples, queues of indices, grad
 clipped one rank at a time.
 Nothing is sorted and nothing combined, so rows may be of any dtype; where the caller gave a
 `wire_dtype` they are rounded to it, the rank's own too, so that all ranks have the same bits. Few
-rows travel in the opening exchange. Else that says how many rows each rank has (above 16 ranks a
-second exchange does); so every length is known, and rows are received where they belong. They go
-round the ring of ranks in chunks: one stream into each host and one out of it. Each rank sends to
-all others directly where links are as quick as memory, and where few rows go between distant hosts.
+rows travel in the opening exchange. Else that says how many rows each rank has; so every length is
+known, and rows are received where they belong. They go round the ring of ranks in chunks: one
+stream into each host and one out of it. Each rank sends to all others directly where links are as
+quick as memory, and where few rows go between distant hosts.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 (JPDC 2009), section 3.

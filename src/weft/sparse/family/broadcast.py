@@ -1,8 +1,8 @@
 """`sparse_broadcast`: every rank gets the rows that one rank has.
 
 It is a `sparse_all_gather` in which all others have no rows: few travel in the opening exchange;
-more go between hosts from rank to rank along the ring in chunks, so a link carries them once;
-within a host, and on accelerators, the source sends them to every rank.
+more go between hosts from rank to rank along the ring in chunks, so a link carries them once; where
+little comes altogether, within a host, and on accelerators, the source sends them to every rank.
 """
 
 from __future__ import annotations

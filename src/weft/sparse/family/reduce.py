@@ -20,7 +20,7 @@ from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..request import Request
+from ..request import NO_CHOICE, Request
 from ..rows import Rows
 from ..run import performed, sibling
 from .reduce_scatter import sums_in
@@ -109,7 +109,7 @@ def sparse_reduce(
 
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
-        request = Request.of(rows, op, "auto", wire_dtype)
+        request = Request.of(rows, op, NO_CHOICE, wire_dtype)
         request.take_root("group_dst", dst, group_dst, group.size)
         call.job = Aside(group.streams, request.device, job)
     return call.start()

@@ -28,7 +28,7 @@ from ..forms import Form, Reduction
 from ..header import Header, all_with_points
 from ..owners import balanced_bounds, reduce_to_owners, slices_between
 from ..record import note
-from ..request import Request
+from ..request import NO_CHOICE, Request
 from ..rows import Rows
 from ..run import merge_eager, performed, sibling
 
@@ -122,7 +122,7 @@ def sparse_reduce_scatter(
 
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
-        request = Request.of(rows, op, "auto", wire_dtype)
+        request = Request.of(rows, op, NO_CHOICE, wire_dtype)
         chosen = _take_ranges(request, ranges, group.size)
         call.job = Aside(group.streams, request.device, job)
     return call.start()
@@ -131,7 +131,7 @@ def sparse_reduce_scatter(
 def _take_ranges(
     request: Request, ranges: Sequence[int] | None, size: int
 ) -> tuple[int, ...] | None:
-    """Add the ranges to the fingerprint; as integers."""
+    """The ranges as integers, which become part of the fingerprint; None: balanced ones."""
     if ranges is None:
         request.fields["ranges"] = "balanced"
         return None
