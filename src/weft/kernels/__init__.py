@@ -1,7 +1,7 @@
 """Kernels: local arithmetic on rows. They never communicate.
 
 Each function here picks an implementation by device and dtype: `cpu` (machine code) for built-in
-operations on tensors on the host (`devices`), of the dtypes in `loops.VALUES`; else `reference`
+operations on tensors on the host (`devices`), of the kinds in `cpu`; else `reference`
 (torch operations, any device), which is the definition: the two agree bit for bit.
 
 The vocabulary:

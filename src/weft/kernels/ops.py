@@ -1,12 +1,13 @@
 """The reductions: what each is called, what combines two values, and which values it takes.
 
-To add an operation: one entry in `OPS`. Algorithms and dense reductions find it there, and serve
-it by torch operations; `tests/sparse/test_added_op.py` shows one. A row that only one rank brings,
-and once, is copied. To be fast in sparse calls it needs machine code: `CODES` and `_combined` in
-`llvm_intrinsics`, where integers only add, and a line in `loops.VALUES`; in dense reductions, a
-form in place in `schedules/dense.py`. A gradient of these needs a case in `comm/all_reduce.py`. The
-docstrings of `sparse/api.py` and `comm/all_reduce.py`, README and docs/start.md list all
-operations; `COMBINE` in `tests/cases.py` and `OPS` in `tests/schedules/test_dense.py` try them.
+To add an operation: one entry in `OPS`. Algorithms and dense reductions find it there, and serve it
+by torch operations; `tests/sparse/test_added_op.py` shows one. A row that only one rank brings, and
+once, is copied. To be fast in sparse calls it needs machine code: a function of two numbers in
+`loops`, its name in `loops.CONSTANTS`, and in `cpu` the kinds of numbers that it is for; in dense
+reductions, a form in place in `schedules/dense.py`. A gradient of these needs a case in
+`comm/all_reduce.py`. The docstrings of `sparse/api.py` and `comm/all_reduce.py`, README and
+docs/start.md list all operations; `COMBINE` in `tests/cases.py` and `OPS` in
+`tests/schedules/test_dense.py` try them.
 
 What combines more than two rows at once, as a median, is no operation: it is a routine of its own
 over what all ranks gave, as those in `sparse/family`.
