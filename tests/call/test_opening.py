@@ -167,59 +167,45 @@ GARBAGE = {  # what becomes of a message, and what is not understood of it
 }
 
 
-@pytest.mark.parametrize("what", GARBAGE)
-@pytest.mark.parametrize("size", [3, 18])
-def test_who_tells_no_statement_is_named(size, what):
-    change, text = GARBAGE[what]
+def check_blame(size, liar, change, text):
+    """Whatever a rank makes of what it tells, all ranks name it, and what it sent."""
 
     def program(group):
         tell = group.tell
-        if group.rank == 1:
+        if group.rank == liar:
             group.tell = lambda raw, *given, **named: tell(bytearray(change(raw)), *given, **named)
-        with pytest.raises(
-            weft.WireError, match=f"rank 1 sent a statement that .*{text}"
-        ) as caught:
+        match = f"rank {liar} sent a statement that .*{text}"
+        with pytest.raises(weft.WireError, match=match) as caught:
             for _ in range(2):  # who had all it needs hears of it in its next call
                 fields_of(group, {"x": 1})
-        assert caught.value.culprit == 1
+        assert caught.value.culprit == liar
 
     run(size, program)
 
 
+@pytest.mark.parametrize("what", GARBAGE)
+@pytest.mark.parametrize("size", [3, 18])
+def test_who_tells_no_statement_is_named(size, what):
+    change, text = GARBAGE[what]
+    check_blame(size, 1, change, text)
+
+
 def test_a_statement_of_another_rank_is_refused():
-    def program(group):
-        def tell(raw, *given, inner=group.tell, **named):
-            (statement,) = unpack(memoryview(raw), ())
-            return inner(statement._replace(rank=2).pack(), *given, **named)
+    def forged(raw):
+        (statement,) = unpack(memoryview(raw), ())
+        return statement._replace(rank=2).pack()
 
-        if group.rank == 1:
-            group.tell = tell
-        text = r"rank 1 sent a statement .* ranks \[2\], and not of range\(1, 2\)"
-        with pytest.raises(weft.WireError, match=text) as caught:
-            for _ in range(2):  # who had all it needs hears of it in its next call
-                fields_of(group)
-        assert caught.value.culprit == 1
-
-    run(3, program)
+    check_blame(3, 1, forged, r"ranks \[2\], and not of range\(1, 2\)")
 
 
 def test_a_bundle_with_the_statements_of_other_ranks_is_refused():
-    def program(group):
-        def tell(raw, *given, inner=group.tell, **named):
-            statements = unpack(memoryview(raw), ())
-            if len(statements) == 2:
-                raw = bundle(statements[0], [statements[1]._replace(rank=5)])
-            return inner(raw, *given, **named)
+    def forged(raw):
+        statements = unpack(memoryview(raw), ())
+        if len(statements) != 2:
+            return raw
+        return bundle(statements[0], [statements[1]._replace(rank=5)])
 
-        if group.rank == 2:
-            group.tell = tell
-        text = r"rank 2 sent a statement .* ranks \[2, 5\], and not of range\(2, 4\)"
-        with pytest.raises(weft.WireError, match=text) as caught:
-            for _ in range(2):  # who had all it needs hears of it in its next call
-                fields_of(group)
-        assert caught.value.culprit == 2
-
-    run(18, program)
+    check_blame(18, 2, forged, r"ranks \[2, 5\], and not of range\(2, 4\)")
 
 
 def test_a_fingerprint_that_many_state_is_in_a_bundle_once():

@@ -125,7 +125,6 @@ class preparing:  # as it reads: with preparing(group, name) as call
     def __init__(self, group: Group, call: str) -> None:
         self._group = group
         self._name = call
-        self._trouble: Exception | None = None  # of an asynchronous call, not yet told
 
     def __enter__(self) -> Self:
         try:
@@ -139,28 +138,28 @@ class preparing:  # as it reads: with preparing(group, name) as call
         self._group.worker.prepares = ""
         if not isinstance(error, Exception) or isinstance(error, WireError):
             return False
-        if self.is_async:
-            self._trouble = error
+        if self.is_async:  # then the call is to tell it
+            self.job = self._confession(error)
         else:
             self._tell(error)
         return True
 
+    def _confession(self, error: Exception) -> Callable[[], None]:
+        return functools.partial(confess, self._group, self._name, error)
+
     def _tell(self, error: Exception) -> None:
         """Tell all ranks, and raise what all raise."""
-        job = functools.partial(confess, self._group, self._name, error)
-        self._group.worker.run(self._name, job)
+        self._group.worker.run(self._name, self._confession(error))
 
     def start(self) -> Any:
         """Make the call; its result or, of an asynchronous one, its `Work`."""
         worker = self._group.worker
-        if self._trouble is not None:
-            job = functools.partial(confess, self._group, self._name, self._trouble)
-            self._trouble = None  # whose traceback leads to the frame that has this: a cycle
-            return worker.submit(self._name, job)
+        job = self.job
+        del self.job  # the traceback of an error in it leads to the frame that has this: a cycle
         if self.is_async:
-            return worker.submit(self._name, self.job)
-        result = worker.call(self._name, self.job)
-        return self.job.joined(result) if isinstance(self.job, Aside) else result
+            return worker.submit(self._name, job)
+        result = worker.call(self._name, job)
+        return job.joined(result) if isinstance(job, Aside) else result
 
 
 def refuse_tracing(call: str) -> None:

@@ -121,8 +121,8 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     if total == 0:
         return Union(runs[0].new_empty(0), slots)
     found, table = array("q", bytes(16)), array("q")
-    for run, slot in zip(runs, slots, strict=True):
-        table.extend((run.data_ptr(), run.numel(), slot.data_ptr()))
+    for run, length, slot in zip(runs, lengths, slots, strict=True):
+        table.extend((run.data_ptr(), length, slot.data_ptr()))
     kind = kind_of(runs[0].dtype)
     code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found

@@ -103,6 +103,9 @@ class Loops(dict[str, Any]):
     def load_kept(self, names: Sequence[str]) -> list[str]:
         """Load those that are in the cache; returns the others."""
         absent = []
+        if self._folder is not None:
+            with suppress(OSError):  # nothing was kept yet
+                os.utime(self._folder)  # which is in use
         for name in names:
             data = None if self._folder is None else _kept(self._folder / name)
             if name not in self and data is None:
@@ -311,7 +314,6 @@ def _kept(path: Path) -> bytes | None:
     """What was kept there, if it is all there."""
     try:
         kept = path.read_bytes()
-        os.utime(path.parent)
     except OSError:
         return None
     data = kept[32:]

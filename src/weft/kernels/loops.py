@@ -499,9 +499,8 @@ def share(table, runs, total, groups, starts, order, positions):
             passes_over = passed[place]
             passed[place] = passes_over - 1
             if passes_over == 0:
-                groups[place] = group_of(
-                    run, groups[place]
-                )  # where it said whether several have it
+                is_shared = groups[place]  # as it said so far
+                groups[place] = group_of(run, is_shared)
     starts[:] = 0
     for place in range(total):
         starts[np.uint32(groups[place] + 1)] += 1
@@ -544,7 +543,8 @@ def pick(slots, count, groups, positions, total, run, start, alone, rows, slots_
 
 # Values ---------------------------------------------------------------------------------------
 # The inner loop runs over the numbers of a row, in order, so it vectorises and never reorders
-# additions. Rows of one number have loops of their own.
+# additions. Rows of one number have loops of their own, with the same arguments: through those of
+# rows they took two to six times as long.
 
 
 @register_jitable

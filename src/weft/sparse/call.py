@@ -138,10 +138,6 @@ class Call:
             sizes=self.sizes.of_partials(),
         )
 
-    def with_sizes(self, sizes: Sizes) -> Call:
-        """The same call, cut into other chunks."""
-        return replace(self, sizes=sizes)
-
     def among(
         self, group: Group, sizes: Sizes, header: Header | None = None, **changes: Any
     ) -> Call:

@@ -164,15 +164,14 @@ def _call_of(
     rows = request.rows
     op = request.op
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
-    sizes = _sizes(group, request, summed_as, headers)
+    header = Header.of_all(headers)
+    sizes = _sizes(group, request, summed_as, headers, header)
     rows_of_all = None
-    distributions = headers
     if may_be_eager and is_eager(sizes, rows.indices.itemsize):
         rows_of_all = _rows_of_all(group, headers)
-    elif not request.moves:
+    elif not request.moves and any(one.rows is not None for one in headers):
         # some ranks' rows did not come, so those that came are not merged here
-        distributions = all_with_points(headers)
-    header = Header.of_all(distributions)
+        header = Header.of_all(all_with_points(headers))
     return Call(
         group,
         op,
@@ -190,16 +189,20 @@ def _call_of(
 
 
 def _sizes(
-    group: Group, request: Request, summed_as: torch.dtype, headers: Sequence[Header]
+    group: Group,
+    request: Request,
+    summed_as: torch.dtype,
+    headers: Sequence[Header],
+    of_all: Header,
 ) -> Sizes:
     """The sizes of a call, from the headers of all ranks; before they are fitted to the link."""
     rows = request.rows
     row_shape = tuple(rows.row_shape)
     counts = [header.total for header in headers]
-    places = max([header.highest for header in headers]) + 1
+    places = of_all.highest + 1
     return Sizes(
         ranks=group.size,
-        total=sum(counts),
+        total=of_all.total,
         most=max(counts),
         fewest=min(counts),
         # without a height, assume the smallest tensor that holds all rows
@@ -208,7 +211,7 @@ def _sizes(
         partial=row_bytes(row_shape, summed_as),
         index=4 if places <= 2**31 else 8,
         places=places,
-        compiled=all(header.compiled for header in headers),
+        compiled=bool(of_all.compiled),
         staying=not on_host(rows.values),
         in_order=not request.op.builtin,
         hosts=hosts_of(group),

@@ -8,6 +8,7 @@ little comes altogether, within a host, and on accelerators, the source sends th
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def sparse_broadcast(
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         forms.append(call.fields["form"])
         if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
-            call = call.with_sizes(call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
+            call = replace(call, sizes=call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         counts = [call.sizes.total * (rank == src) for rank in range(group.size)]
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
