@@ -33,6 +33,7 @@ CALLERS = (
     "wire/",
     "failure/",
     "group/",
+    "verbs/",
     "backend/",
     "bootstrap/",
     "nn/dtensor.py",

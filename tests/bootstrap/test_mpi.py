@@ -74,9 +74,9 @@ def test_a_rank_0_that_says_nothing_is_waited_for_until_the_deadline():
 
 GONE = [
     ({"WEFT_SAFE": "1"}, None, "^WEFT_SAFE=1 is gone: .*WEFT_KERNELS=reference"),
-    ({"WEFT_WIRE": "torch"}, None, "^WEFT_WIRE is 'torch': leave it out, .*gloo, MPI"),
-    ({}, "torch", "^wire is 'torch': leave it out, .*gloo, MPI"),
-    ({}, "mpi", "^wire is 'mpi': leave it out, .*gloo, MPI"),
+    ({"WEFT_WIRE": "torch"}, None, "^WEFT_WIRE is 'torch': leave it out, .*'group'"),
+    ({}, "torch", "^wire is 'torch': leave it out, .*'group'"),
+    ({}, "mpi", "^wire is 'mpi': leave it out, .*'group'"),
 ]
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..base import watch
 from ..base.errors import WeftError, nearest
+from ..group import process_group
 from ..group.group import Group
 from ..rendezvous import launchers
 from ..rendezvous.address import VARIABLES as OF_INTERFACES
@@ -27,7 +28,6 @@ from . import descent
 _PREFIX = "WEFT_"
 
 _WITHOUT = {
-    "WEFT_WIRE": ("wire", "tcp"),
     "WEFT_ALGORITHM": ("algorithm", "auto"),
     "WEFT_LINK": ("rate of the link", "as calls reached it"),
     "WEFT_KEEP": ("kept results", "at most a 64th of the machine's memory"),
@@ -39,7 +39,7 @@ _WITHOUT = {
 """Variables whose value is in force as it is: what each sets, and what applies without it."""
 
 VARIABLES = frozenset(
-    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_WATCH"}
+    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_WATCH", "WEFT_WIRE"}
     | {"WEFT_SAFE"}  # which is an error
     | {descent.VARIABLE}  # which weft itself sets
 )
@@ -116,6 +116,7 @@ def _settings(group: Group | None) -> Iterator[Setting]:
     yield _kernels()
     yield _address()
     yield _watching()
+    yield Setting("wire", *process_group.chosen_wire())
     for variable, (name, default) in _WITHOUT.items():
         value = os.environ.get(variable)
         if value:

@@ -112,8 +112,9 @@ def init(
             environment names no place, one that follows from the launcher.
         timeout: the longest wait, in seconds; more than two weeks are two weeks. None: that of the
             group that weft uses, else 300.
-        wire: what CPU tensors and weft's own messages go over. "tcp", or None: weft's own sockets,
-            and shared memory between ranks of one host.
+        wire: what CPU tensors go over, the same on every rank. "tcp", or None: weft's own sockets,
+            and shared memory between ranks of one host. "group": the process group, as tensors of
+            accelerators do. None: the value of WEFT_WIRE, else "tcp".
         watch: seconds after which a waiting rank prints a line on standard error, once for each
             wait, also at start-up: what it awaits, which rank is late, and where that rank's
             program is. None: the value of WEFT_WATCH, else never.
@@ -247,6 +248,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
     group: Group | None = None
     try:
         slow.choose(asked.watch)
+        process_group.choose_wire(asked.wire)
         if made:
             url = _set_up(asked, env)
         else:
@@ -338,7 +340,12 @@ def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
     _check_backend(asked.backend)
     _check_timeout(asked.timeout)
     _check_wire(asked.wire)
-    there = {"rendezvous": url, "timeout": group.timeout, "watch": slow.chosen()}
+    there = {
+        "rendezvous": url,
+        "timeout": group.timeout,
+        "wire": process_group.WIRES[group.session.is_by_group],
+        "watch": slow.chosen(),
+    }
     for name, found in there.items():
         wanted = getattr(asked, name)
         if wanted is not None and wanted != found:
@@ -373,10 +380,10 @@ def _check_timeout(timeout: float | None) -> None:
 
 
 def _check_wire(wire: str | None, name: str = "wire") -> None:
-    if wire is not None and not (is_a(wire, str) and wire == "tcp"):
+    if wire is not None and not (is_a(wire, str) and wire in process_group.WIRES):
         raise WeftError(
-            f"{name} is {shown(wire)}: leave it out, or say 'tcp', which carries all that is on a "
-            "CPU; gloo, MPI and wires of other authors carry nothing of weft's any more"
+            f"{name} is {shown(wire)}: leave it out, or say 'tcp' (weft's own), or 'group': then "
+            "the process group carries tensors of the CPU, too"
         )
 
 

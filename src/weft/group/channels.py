@@ -43,3 +43,6 @@ PARAMETERS = OWN + 8
 
 LAYERS = OWN + 9
 """Boxes of tensors that layers move."""
+
+VERBS = OWN + 10
+"""What verbs move, where posts carry them."""

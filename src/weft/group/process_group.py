@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -37,6 +38,26 @@ class _Ranks:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.group: Group | None = None
+
+
+WIRES = ("tcp", "group")
+"""What `weft.init(wire=)` may be: weft's own way between CPUs, or the process group for all."""
+
+_wire_of_program: str | None = None  # what `weft.init(wire=)` said; None: nothing
+
+
+def choose_wire(name: str | None) -> None:
+    """Set what carries CPU tensors in groups that are made from now on; None: the environment's."""
+    global _wire_of_program
+    _wire_of_program = name
+
+
+def chosen_wire() -> tuple[str, str]:
+    """One of `WIRES`, and where it is from: an argument, a variable, or "default"."""
+    if _wire_of_program is not None:
+        return _wire_of_program, "weft.init(wire=)"
+    said = os.environ.get("WEFT_WIRE")
+    return (said, "WEFT_WIRE") if said else (WIRES[0], "default")
 
 
 _lock = threading.Lock()
@@ -150,6 +171,7 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
     joining.end()
     group.session.name = name
     group.session.process_group = weakref.ref(process_group)
+    group.session.is_by_group = chosen_wire()[0] == "group"
     return group
 
 

@@ -41,7 +41,7 @@ from ..wire.interface import Failure, WireFailed
 from ..wire.of_devices import Refusing, refusal, wire_of_device
 from .route import Route
 from .watcher import Watcher
-from .wires import Wires, is_of_a_signal, verdict_on, verdict_on_exception
+from .wires import Carrier, Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ class Session:
         cpu: the route of tensors of the CPU, and of whatever else ranks tell each other.
         meetings: the wire of openings, if its meetings are long enough for one; None: they are not.
         devices: the routes of tensors of those devices that there were tensors of.
+        is_by_group: whether the process group carries tensors of the CPU, too, and not the wire.
         detector: of failures, beside the wires; None: there are no peers.
         streaming: whether a stream waits for messages of the call that runs, and the host does not.
         views: of this session, by their ranks and route: a `Group` each, while anybody has it.
@@ -132,6 +133,7 @@ class Session:
             assert isinstance(wire, interface.Meeting)
             self.meetings = wire
         self.devices: dict[torch.device, Route] = {}
+        self.is_by_group = False
         self.streaming = False
         # weakly: they have the session, which then would not end with the last of them
         self.views: weakref.WeakValueDictionary[tuple[tuple[int, ...], Route], Any] = (
@@ -196,6 +198,12 @@ class Session:
         route = Route(wire, carrier, Pool(device=wire.device), watcher)
         self.devices[wire.device] = route
         return route
+
+    def carry(self, verbs: Carrier) -> None:
+        """Have a verdict end what these verbs do, and the session's end close them."""
+        self._wires.add_verbs(verbs)
+        if self.detector is not None and self.detector.verdict is not None:  # it is there already
+            self._wires.abort(self.detector.verdict)
 
     def use(self, doing: str, wire_call: Callable[..., T], *args: Any) -> T:
         """Call `wire_call(*args)` of a wire of this session, which does not wait for peers.

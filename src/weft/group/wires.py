@@ -12,7 +12,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 from ..base.arguments import in_words
 from ..base.errors import in_short
@@ -26,21 +26,36 @@ _ALIKE = (
 _log = logging.getLogger("weft")
 
 
+class Carrier(Protocol):
+    """What a verdict aborts and a session closes: a wire, or verbs; see `Wire`."""
+
+    def abort(self, failure: Failure) -> None: ...
+
+    def failure(self) -> Failure | None: ...
+
+    def close(self) -> None: ...
+
+
 class Wires:
-    """The wires of a session at one rank: that of the CPU, and those of devices."""
+    """What carries tensors of a session at one rank: the wire of the CPU, and verbs."""
 
     def __init__(self, rank: int, of_host: Wire) -> None:
         self._rank = rank
         self._of_host = of_host
         self._of_devices: list[Rounds] = []
+        self._verbs: list[Carrier] = []
 
     def add(self, wire: Rounds) -> None:
         """Add a wire of a device."""
         self._of_devices.append(wire)
 
-    def all(self) -> list[Wire]:
-        """Those that there are now; another thread may add that of a device meanwhile."""
-        return [self._of_host, *self._of_devices]
+    def add_verbs(self, verbs: Carrier) -> None:
+        """Add verbs."""
+        self._verbs.append(verbs)
+
+    def all(self) -> list[Carrier]:
+        """Those that there are now; another thread may add some meanwhile."""
+        return [self._of_host, *self._of_devices, *self._verbs]
 
     def abort(self, verdict: Verdict) -> None:
         """End all waits of this rank; any thread."""
@@ -59,7 +74,7 @@ class Wires:
 
     def close_those_of_devices(self) -> None:
         """Close those of devices, which waits for what these still do."""
-        _call_all(each.close for each in self._of_devices)
+        _call_all(each.close for each in [*self._of_devices, *self._verbs])
 
     def drop_those_of_devices(self) -> None:
         """Close those of devices, and wait for none: for a collection of garbage, or at exit."""

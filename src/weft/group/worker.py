@@ -316,6 +316,11 @@ class Worker:
         turn = self._turns.of_this_thread()
         return "" if turn is None else self.doing or turn.name
 
+    def is_in_background(self) -> bool:
+        """Whether this thread is weft's own, in an asynchronous call."""
+        turn = self._turns.of_this_thread()
+        return turn is not None and turn.work is not None
+
     def _check_outside(self, name: str) -> None:
         """Raise WeftError if this thread is in a call of the group."""
         outer = self.inside()

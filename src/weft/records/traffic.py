@@ -37,9 +37,12 @@ class Traffic:
 
     def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
         """Add messages, each given with the peer it goes to."""
+        self.count_bytes([(peer, message.nbytes) for peer, message in sends])
+
+    def count_bytes(self, sends: Sequence[tuple[int, int]]) -> None:
+        """Add messages of so many bytes, each given with the peer it goes to."""
         self.messages += len(sends)
-        for peer, message in sends:
-            nbytes = message.nbytes
+        for peer, nbytes in sends:
             self.bytes += nbytes
             self.to[peer] += nbytes
             if self._trace:

@@ -28,6 +28,7 @@ def group(
     timeout: float = 5.0,
     *,
     hosts: Sequence[str] | None = None,
+    wire: str = "tcp",
 ) -> list[Group]:
     """The group of each of `size` ranks, to be used by one thread each.
 
@@ -36,6 +37,7 @@ def group(
         timeout: seconds that any one wait may last. Where all ranks wait for each other, they are
             told at once.
         hosts: the name of each rank's machine, for code that treats those of one host alike.
+        wire: "group" has all tensors go by verbs, as those of an accelerator do (`weft.init`).
 
     Raises:
         WeftError: there are no ranks, not one host for each, or `timeout` is no number of seconds.
@@ -57,7 +59,10 @@ def group(
     if len(names) != size:
         raise WeftError(f"{len(names)} hosts for {size} ranks: give one for each")
     crew = Crew(thread_wires(size), names, timeout, _more_wires)
-    return [Group(each) for each in crew.sessions()]
+    sessions = crew.sessions()
+    for each in sessions:
+        each.is_by_group = wire == "group"
+    return [Group(each) for each in sessions]
 
 
 def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:

@@ -1,0 +1,265 @@
+"""The verbs of a process group of torch's, of whatever backend, under weft's failure detector.
+
+Where the host waits, in a verb of the CPU or in a `read` of a device's numbers, it does so in a
+wait of the session: whoever dies is named, and the deadline holds. A verdict aborts the process
+group, which ends what hangs in a stream; so weft has no thread or event that would watch it.
+
+Synchronous calls use the program's own process group, behind what the program has queued there.
+Asynchronous calls run on weft's thread, beside the program's own collectives, with which they would
+mix: they have a process group of their own, and so do calls of some of the ranks. It is made in the
+first such call, behind its opening: everybody is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base._torch import store_of
+from ..group.group import Group
+from ..wire.interface import Failure, WireFailed
+
+_NOTHING_COMES = 1 << 30  # a tag that no message has
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # and divided: not all backends have an average
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+# what every backend takes; half precision would be added in half precision
+_REDUCED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+
+_log = logging.getLogger("weft")
+
+
+class GroupVerbs:
+    """The verbs of a process group; a `Verbs`.
+
+    Attributes:
+        rank, size, name: as of `Verbs`.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, backend: str, *, is_own: bool = False
+    ) -> None:
+        """
+        Args:
+            group: the ranks, which have a process group, or are some of one's.
+            device: of the tensors.
+            backend: of that process group, for such tensors.
+            is_own: whether it is one of weft's own, and not the program's.
+        """
+        self.rank = group.rank
+        self.size = group.size
+        self.name = f"{device.type} ({backend}{', asynchronously' if is_own else ''})"
+        self._group = group
+        self._backend = backend
+        self._is_own = is_own or group.process_group() is None
+        self._made: dist.ProcessGroup | None = None  # of weft's own
+        self._failure: Failure | None = None
+        # a process group numbers its ranks as the job does: for each rank its number there
+        ascending = sorted(group.global_ranks)
+        self._numbers = [ascending.index(rank) for rank in group.global_ranks]
+        self._is_renumbered = self._numbers != [*range(self.size)]
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        count = mine.numel()
+        found = mine.new_empty(self.size * count)
+        self._count([count * mine.itemsize] * self.size)
+        self._run("all_gather", lambda group: _all_gather(found, mine, group))
+        return self._in_rank_order(found, [count] * self.size)
+
+    def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
+        size = mine.itemsize
+        found = mine.new_empty(sum(comes))
+        sent = self._in_order_of_numbers(mine, goes).view(
+            torch.uint8
+        )  # no backend takes all dtypes
+        outgoing, incoming = ([0] * self.size for _ in range(2))
+        for number, to, of in zip(self._numbers, goes, comes, strict=True):
+            outgoing[number] = to * size
+            incoming[number] = of * size
+        self._count([to * size for to in goes])
+        received = found.view(torch.uint8)
+        self._run(
+            "all_to_all",
+            lambda group: dist.all_to_all_single(received, sent, incoming, outgoing, group=group),
+        )
+        return self._in_rank_order(found, comes)
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        return op in _OPS and dtype in _REDUCED
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        # about what any algorithm sends: twice its part of the tensor
+        self._count([2 * tensor.nbytes // self.size] * self.size)
+        self._run("all_reduce", lambda group: dist.all_reduce(tensor, _OPS[op], group=group))
+        if op == "avg":
+            tensor.div_(self.size)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._count([tensor.nbytes if self.rank == root else 0] * self.size)
+        number = self._numbers[root]
+        flat = tensor.view(-1).view(torch.uint8)
+        self._run("broadcast", lambda group: dist.broadcast(flat, group=group, group_src=number))
+
+    def read(self, numbers: Tensor) -> list[int]:
+        return read(self._group, numbers, self.name)
+
+    def _run(self, what: str, verb: Callable[[dist.ProcessGroup], Any]) -> None:
+        """Call a verb of the process group, in a wait of the session's."""
+
+        def run() -> Any:
+            return verb(self._process_group())
+
+        wait = _Wait(self._group, f"{what} over {self.name}", run, self.failure)
+        self._group.session.wait_for(wait)
+
+    def _process_group(self) -> dist.ProcessGroup:
+        """The program's, or weft's own, which the first call makes: all ranks are here."""
+        if not self._is_own:
+            group = self._group.process_group()
+            if group is None:
+                raise RuntimeError("the process group was destroyed")
+            return group
+        if self._made is None:
+            self._made = dist.new_group(
+                sorted(self._group.global_ranks),
+                timeout=timedelta(seconds=self._group.timeout),
+                backend=self._backend,
+                use_local_synchronization=True,
+            )
+        return self._made
+
+    def _count(self, nbytes: Sequence[int]) -> None:
+        """Count what goes to each rank."""
+        self._group.traffic.count_bytes([(peer, nbytes[peer]) for peer in self._group.peers])
+
+    def _in_rank_order(self, found: Tensor, counts: Sequence[int]) -> Tensor:
+        """What came in the order of the process group's numbers, in that of ranks."""
+        if not self._is_renumbered:
+            return found
+        by_number = sorted(range(self.size), key=self._numbers.__getitem__)
+        parts = torch.split(found, [counts[rank] for rank in by_number])
+        return torch.cat([parts[number] for number in self._numbers])
+
+    def _in_order_of_numbers(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
+        """What goes to ranks, in the order of the process group's numbers."""
+        if not self._is_renumbered:
+            return mine
+        parts = torch.split(mine, list(counts))
+        by_number = sorted(range(self.size), key=self._numbers.__getitem__)
+        return torch.cat([parts[rank] for rank in by_number])
+
+    # what ends waits
+
+    def failure(self) -> Failure | None:
+        """Why it ended, as a wire says it; None: it has not."""
+        return self._failure
+
+    def abort(self, failure: Failure) -> None:
+        """End what is under way; the detector's thread calls it, so it does not block."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        group = self._made if self._is_own else self._group.process_group()
+        if group is not None:
+            end = _end_gloo if self._backend == "gloo" else _end
+            threading.Thread(target=end, args=[group], name="weft abort", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go of a process group of weft's own."""
+        made = self._made
+        self._made = None
+        if made is not None and self._failure is None and store_of(made) is not None:
+            dist.destroy_process_group(made)
+        self._failure = self._failure or Failure("aborted", None, "the group was closed")
+
+
+class _Wait:
+    """A wait of the host in a verb, as the session and its detector see it: one of all ranks."""
+
+    opens = False
+
+    def __init__(
+        self,
+        group: Group,
+        what: str,
+        run: Callable[[], Any],
+        failure: Callable[[], Failure | None],
+    ) -> None:
+        self.pending = self
+        self._group = group
+        self._what = what
+        self._run = run
+        self._failure = failure
+
+    def wait(self) -> Any:
+        """Raises WireFailed where the process group raised."""
+        try:
+            return self._run()
+        except RuntimeError as error:
+            text = f"{self._what} failed: {str(error).splitlines()[0]:.200}"
+            raise WireFailed(self._failure() or Failure("lost", None, text)) from error
+
+    def peer(self) -> int | None:
+        return next(iter(self.awaited()), None)
+
+    def awaited(self) -> list[int]:
+        return [self._group.rank_in_errors(peer) for peer in self._group.peers]
+
+    def what(self) -> str:
+        """What is waited for, as a clause of an error."""
+        return f"was in {self._what}"
+
+
+def read(group: Group, numbers: Tensor, name: str = "") -> list[int]:
+    """Integers on the host, for which it waits under the group's deadline.
+
+    Args:
+        group: whose deadline it is.
+        numbers: of an integer dtype; on any device.
+        name: of who carries tensors of that device, for an error.
+
+    Raises:
+        WireError: the group is broken; then what the stream computed may be garbage.
+    """
+    if numbers.is_cpu:
+        found: list[int] = numbers.tolist()
+        return found
+    wait = _Wait(group, f"a read behind {name or numbers.device}", numbers.tolist, lambda: None)
+    found = group.session.wait_for(wait)
+    group.check()  # an abort ends what the stream waits for, and leaves garbage
+    return found
+
+
+def _all_gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+    """Torch's all-gather into one tensor, by the name that it has in this release."""
+    into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    into(found.view(torch.uint8), mine.view(torch.uint8), group=group)
+
+
+def _end(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.warning("a process group could not be aborted: %s", error)
+
+
+def _end_gloo(group: Any) -> None:
+    """A receive of gloo's that runs out closes the connections, and so ends all waits."""
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                group.recv([nothing], peer, _NOTHING_COMES).wait(timedelta(milliseconds=1))

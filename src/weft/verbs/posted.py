@@ -1,0 +1,66 @@
+"""The verbs by posts on weft's own wire.
+
+Ranks that are threads have no process group; and a sum by a function is on the wire, too, what it
+is on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..base.memory import bytes_of
+from ..group.channels import VERBS
+from ..group.group import Group
+from .group import read
+
+
+class PostedVerbs:
+    """Verbs made of posts; a `Verbs`.
+
+    Attributes:
+        rank, size, name: as of `Verbs`.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.name = f"{device.type} (posts)"
+        self._group = group
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        counts = [mine.numel()] * self.size
+        found = mine.new_empty(sum(counts))
+        self._post([mine] * self.size, torch.split(found, counts))
+        return found
+
+    def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
+        found = mine.new_empty(sum(comes))
+        self._post(torch.split(mine, list(goes)), torch.split(found, list(comes)))
+        return found
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        return False  # what needs a reduction has it by `all_gather`, in the order of ranks
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        flat = bytes_of(tensor)
+        nothing = flat[:0]
+        is_root = self.rank == root
+        comes = [flat if peer == root and not is_root else nothing for peer in range(self.size)]
+        self._post([flat if is_root else nothing] * self.size, comes)
+
+    def read(self, numbers: Tensor) -> list[int]:
+        return read(self._group, numbers, self.name)
+
+    def _post(self, goes: Sequence[Tensor], comes: Sequence[Tensor]) -> None:
+        """Send a tensor to each rank, and fill one from each; a rank's own is copied."""
+        if comes[self.rank].numel():
+            comes[self.rank].copy_(goes[self.rank])
+        sends = [(peer, goes[peer]) for peer in self._group.peers if goes[peer].numel()]
+        recvs = [(peer, comes[peer]) for peer in self._group.peers if comes[peer].numel()]
+        self._group.post(sends, recvs, VERBS).wait()
