@@ -196,7 +196,7 @@ def test_the_compiled_loops_are_what_was_tested():
     assert cpu.reduce(CODE, values, distinct, OPS["sum"], out)
     assert out.tolist() == [2.0, 5.0]
     slots = reference.union([torch.tensor([0, 3])]).slots[0]
-    assert cpu.combine(CODE, out, slots, torch.tensor([8.0, 9.0]), OPS["sum"], 0)
+    assert cpu.combine(CODE, out, [slots], [torch.tensor([8.0, 9.0])], OPS["sum"], 0)
     assert out.tolist() == [8.0, 9.0]
 
 

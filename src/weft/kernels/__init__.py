@@ -14,7 +14,8 @@ The vocabulary:
   the place of each of its indices in the union, as `place` where an earlier run has that
   index too, and as `~place` (so negative) where this run is the first to bring it.
 * `combine(out, slots, values, op)` then adds one run: where the slot is negative it copies, else
-  it reduces, `out` on the left. Doing that run by run, in rank order, is the merge.
+  it reduces, `out` on the left. Doing that run by run, in rank order, is the merge:
+  `combine_runs`.
 * `finish(values, out, divisor)` rounds an accumulator to its result, dividing first if asked.
 * `merge(runs, op)` is union and combine over whole runs.
 * `shares(slots, total)` gives each place of a union to one of the runs that have it; `pick` finds
@@ -79,11 +80,6 @@ def _code(tensor: Tensor) -> jit.Loops | None:
     return jit.loops() if on_host(tensor) else None
 
 
-def _detached(values: Tensor) -> Tensor:
-    """The values without their gradient history."""
-    return values.detach() if values.requires_grad else values
-
-
 def distinct(indices: Tensor) -> Distinct:
     """Sort indices and find the duplicates among them.
 
@@ -133,9 +129,9 @@ def ascends(indices: Tensor, last: int) -> bool:
     if not indices.numel():
         return True
     code = _code(indices)
-    found = reference.scan(indices) if code is None else cpu.scan(code, indices)
-    falls, repeats, least, greatest = found
-    return least >= 0 and greatest <= last and not (falls or repeats)
+    if code is None:
+        return reference.ascends(indices, last)
+    return cpu.ascends(code, indices, last)
 
 
 def reduce(
@@ -185,7 +181,7 @@ def reduce(
         raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
     if out.numel() == 0:
         return out
-    values, rows = _detached(values), None if rows is None else rows.contiguous()
+    rows = None if rows is None else rows.contiguous()
     total = out
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # for which there is no loop
         total = values.new_empty(shape)
@@ -205,6 +201,7 @@ def reduces_some(values: Tensor, distinct: Distinct, op: Op) -> bool:
 def _by_definition(
     values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None
 ) -> None:
+    values = values.detach()
     if rows is not None and distinct.starts is None:
         order = rows if distinct.order is None else distinct.order.index_select(0, rows)
         distinct, rows = Distinct(rows, order, None), None
@@ -267,16 +264,38 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         >>> out
         tensor([ 4.,  1., 10.])
     """
-    if slots.numel() != values.shape[0] or values.shape[1:] != out.shape[1:]:
-        raise ValueError(
-            f"{len(slots)} slots, values {tuple(values.shape)} and out {tuple(out.shape)} do not "
-            "fit together: give a slot for each row, and rows of one shape"
-        )
-    if values.numel() == 0:
-        return
-    slots, values, code = slots.contiguous(), _detached(values), _code(values)
+    combine_runs(out, [slots], [values], op, base)
+
+
+def combine_runs(
+    out: Tensor, slots: Sequence[Tensor], values: Sequence[Tensor], op: Op, base: int = 0
+) -> None:
+    """Bring the rows of several runs to their places, one run after the other: see `combine`.
+
+    Args:
+        out: as for `combine`.
+        slots: of each run.
+        values: of each run, at least one; all of one dtype.
+        op: how to combine, `out` on the left.
+        base: the place of the first row of `out`.
+
+    Raises:
+        ValueError, IndexError: as `combine`.
+    """
+    dtype = values[0].dtype
+    for slot, rows in zip(slots, values, strict=True):
+        fits = slot.numel() == rows.shape[0] and rows.shape[1:] == out.shape[1:]
+        if not fits or rows.dtype != dtype:
+            raise ValueError(
+                f"{len(slot)} slots, values {tuple(rows.shape)} of {rows.dtype} and out "
+                f"{tuple(out.shape)} do not fit together: give a slot for each row, and rows of "
+                f"one shape and of {dtype}"
+            )
+    code = _code(out)
     if code is None or not cpu.combine(code, out, slots, values, op, base):
-        reference.combine(out, slots, values, op, base)
+        for slot, rows in zip(slots, values, strict=True):
+            if rows.numel():
+                reference.combine(out, slot, rows.detach(), op, base)
 
 
 def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
@@ -293,7 +312,7 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         >>> out
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
-    reference.finish(_detached(values), out, divisor)
+    reference.finish(values.detach(), out, divisor)
 
 
 def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
@@ -315,8 +334,7 @@ def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor
     indices, slots, _ = union([run for run, _ in runs])
     first = runs[0][1]
     total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
-    for slot, (_, values) in zip(slots, runs, strict=True):
-        combine(total, slot, values, op)
+    combine_runs(total, slots, [values for _, values in runs], op)
     return indices, total
 
 

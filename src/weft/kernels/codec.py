@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..base.memory import numbers_of
 from . import jit
-from .cpu import kind_of
+from .cpu import KINDS
 
 _BLOCK = 256  # gaps that share a width
 _WIDEST = 52  # the greatest width:
@@ -119,7 +119,7 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     raw[len(code.widths) : code.start] = 0
     raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
     address = out.data_ptr()
-    words: int = jit.required()[f"encode.{kind_of(indices.dtype)}"](
+    words: int = jit.required()[f"encode.{KINDS[indices.dtype]}"](
         *(indices.data_ptr(), len(indices)),
         *(address, address + code.start, address + code.unary, (code.most - code.unary) // 8),
     )
@@ -151,7 +151,7 @@ def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
     if loops is None or words < 1 or not 0 <= first <= last:
         return False
     address = packed.data_ptr()
-    damaged = loops[f"decode.{kind_of(out.dtype)}"](
+    damaged = loops[f"decode.{KINDS[out.dtype]}"](
         *(first, last, count, address, address + code.start, address + code.unary),
         *(words, out.data_ptr()),
     )

@@ -22,7 +22,7 @@ from .jit import Loops
 from .ops import Op
 from .reference import Distinct, Union, name_unsorted
 
-_KINDS = {
+KINDS = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
@@ -30,6 +30,7 @@ _KINDS = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+"""What lies in memory, as instances of loops name it."""
 _SUMS = {
     "f32": ("f32", "f16", "bf16"),  # also as they are sent
     "f16": ("f16", "f32", "f64"),
@@ -45,17 +46,12 @@ _MOST = 1 << 25  # words of bitmap whose bits have numbers that fit an int32
 _KEPT = 1 << 22  # words of workspace that a thread keeps
 
 
-def kind_of(dtype: torch.dtype) -> str:
-    """What lies in memory, as instances of loops name it."""
-    return _KINDS[dtype]
-
-
 # Sorting --------------------------------------------------------------------------------------
 
 
 def distinct(code: Loops, indices: Tensor) -> Distinct | None:
     """See `weft.kernels.distinct`."""
-    count, kind = indices.numel(), kind_of(indices.dtype)
+    count, kind = indices.numel(), KINDS[indices.dtype]
     if count >= 2**31:
         return None
     if count < 2:
@@ -90,9 +86,15 @@ def distinct(code: Loops, indices: Tensor) -> Distinct | None:
 def scan(code: Loops, indices: Tensor) -> Sequence[int]:
     """How often an index is below the one before it, how often equal; the least, the greatest."""
     found = array("q", bytes(32))
-    loop = code[f"scan.{kind_of(indices.dtype)}"]
+    loop = code[f"scan.{KINDS[indices.dtype]}"]
     loop(indices.data_ptr(), indices.numel(), found.buffer_info()[0])
     return found
+
+
+def ascends(code: Loops, indices: Tensor, last: int) -> bool:
+    """See `weft.kernels.ascends`."""
+    loop = code[f"ascends.{KINDS[indices.dtype]}"]
+    return bool(loop(indices.data_ptr(), indices.numel(), last))
 
 
 _local = threading.local()
@@ -123,7 +125,7 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     found, table = array("q", bytes(16)), array("q")
     for run, length, slot in zip(runs, lengths, slots, strict=True):
         table.extend((run.data_ptr(), length, slot.data_ptr()))
-    kind = kind_of(runs[0].dtype)
+    kind = KINDS[runs[0].dtype]
     code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found
     if not is_dense((high - low) // 64, total, len(runs)):
@@ -155,7 +157,7 @@ def _in_pairs(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> T
     left, left_slots = _side(code, runs[:half], slots[:half])
     right, right_slots = _side(code, runs[half:], slots[half:])
     out = left.new_empty(left.numel() + right.numel())
-    count = code[f"pair.{kind_of(left.dtype)}"](
+    count = code[f"pair.{KINDS[left.dtype]}"](
         *(left.data_ptr(), left.numel(), right.data_ptr(), right.numel()),
         *(out.data_ptr(), left_slots.data_ptr(), right_slots.data_ptr()),
     )
@@ -251,7 +253,7 @@ def pick(code: Loops, slots: Tensor, shares: Shares, run: int, to: int) -> Picke
 @functools.cache
 def _kinds(src: torch.dtype, dst: torch.dtype, op: str) -> tuple[str, str, str, str] | None:
     """What the loops for such rows are named by: kinds of values, result and sums; operation."""
-    kind, goal = _KINDS.get(src, ""), _KINDS.get(dst, "")
+    kind, goal = KINDS.get(src, ""), KINDS.get(dst, "")
     if op in ("sum", "avg") and goal in _SUMS.get(kind, ()):
         return kind, goal, "f32" if dst.itemsize == 2 else goal, "sum"
     if op in ("min", "max") and kind == goal and kind in ("f32", "f64"):
@@ -283,7 +285,7 @@ def reduce(
         begins_at, ends_at = begins.data_ptr(), ends.data_ptr()
     if loop is None:
         return False
-    values, stride = _rows(values)
+    values, stride = _rows(values, width)
     given = values.data_ptr(), stride
     order_at, last, size = order.data_ptr(), order.numel(), width * out.element_size()
     out_at = out.data_ptr()
@@ -301,45 +303,57 @@ def reduce(
         loop(*given, order_at, last, *segments, width, *target, *sums)
 
     part = take if starts is None else add
-    pool.run(part, pool.ranges(out.shape[0], pool.share(2 * out.nbytes)))
+    pool.run(part, out.shape[0], 2 * out.nbytes)
     return True
 
 
-def combine(code: Loops, out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> bool:
-    """See `weft.kernels.combine`."""
-    kinds = _kinds(values.dtype, out.dtype, op.name)
+def combine(
+    code: Loops,
+    out: Tensor,
+    slots: Sequence[Tensor],
+    values: Sequence[Tensor],
+    op: Op,
+    base: int,
+) -> bool:
+    """See `weft.kernels.combine_runs`."""
+    kinds = _kinds(values[0].dtype, out.dtype, op.name)
     if kinds is None or not (op.builtin and out.is_contiguous()):
         return False
-    width = math.prod(values.shape[1:])
+    height, width = out.shape[0], math.prod(out.shape[1:])
     src, dst, _, name = kinds
     loop = code[f"combine_{'numbers' if width == 1 else 'rows'}.{src}.{dst}.{name}"]
     if loop is None:
         return False
-    values, stride = _rows(values)
-    count, height, size = slots.numel(), out.shape[0], width * out.element_size()
-    to, slots_at, from_ = out.data_ptr(), slots.data_ptr(), values.data_ptr()
+    to, size = out.data_ptr(), width * out.itemsize
 
-    def part(first: int, stop: int) -> int:
-        rows = slots_at + 4 * first, from_ + stride * first, stride, stop - first
-        outside: int = loop(to, height, base, *rows, width, size)
-        return outside
+    def bring(slots: Tensor, values: Tensor) -> None:
+        slots = slots.contiguous()
+        values, stride = _rows(values, width)
+        count, slots_at, values_at = slots.numel(), slots.data_ptr(), values.data_ptr()
 
-    outside = sum(pool.run(part, pool.ranges(count, pool.share(3 * count * stride))))
-    if outside:
-        raise IndexError(
-            f"{outside} of {count} rows belong outside of places {base} to {base + height - 1}: "
-            "pass the slots of those places only"
-        )
+        def part(first: int, stop: int) -> int:
+            some = slots_at + 4 * first, values_at + stride * first, stride, stop - first
+            outside: int = loop(to, height, base, *some, width, size)
+            return outside
+
+        outside = sum(pool.run(part, count, 3 * count * stride))
+        if outside:
+            raise IndexError(
+                f"{outside} of {count} rows belong outside of places {base} to "
+                f"{base + height - 1}: pass the slots of those places only"
+            )
+
+    for of_run in zip(slots, values, strict=True):  # in their order
+        bring(*of_run)
     return True
 
 
-def _rows(values: Tensor) -> tuple[Tensor, int]:
+def _rows(values: Tensor, width: int) -> tuple[Tensor, int]:
     """The values with rows that are contiguous each, and bytes from row to row."""
     if values.is_neg() or not (values.is_contiguous() or _rows_are_contiguous(values)):
         values = values.resolve_neg().contiguous()
-    several = values.shape[0] > 1
-    stride = values.stride(0) if several else math.prod(values.shape[1:])
-    return values, stride * values.element_size()
+    stride = values.stride(0) if values.shape[0] > 1 else width
+    return values, stride * values.itemsize
 
 
 def _rows_are_contiguous(values: Tensor) -> bool:

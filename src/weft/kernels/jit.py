@@ -44,7 +44,7 @@ WAIT = 120.0  # seconds that another process may take to compile; then it is don
 _DAYS = 30.0  # for which code is kept that nobody loads
 
 _OF_MEETINGS = "look put put_each reached announce find confirm impossible"
-_OF_INDICES = "scan sort unpack ends mark place pair encode decode"
+_OF_INDICES = "scan ascends sort unpack ends mark place pair encode decode"
 _SIZES = "numbers", "rows"
 USUAL = (
     *_OF_MEETINGS.split(),

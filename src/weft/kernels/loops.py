@@ -189,6 +189,15 @@ def scan(index, indices, count, found):
     return 0
 
 
+def ascends(index, indices, count, last):
+    """1 if each index is above the one before it, the first not negative, and none above `last`."""
+    indices = array(indices, count, index)
+    is_wrong = indices[0] < 0 or indices[count - 1] > last
+    for i in range(1, count):
+        is_wrong |= indices[i] <= indices[i - 1]
+    return np.int64(not is_wrong)
+
+
 def sort(
     index,
     indices,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar
@@ -21,18 +21,15 @@ def share(nbytes: int) -> int:
     return 1 if nbytes < 2 * _WORTH else max(1, min(torch.get_num_threads(), nbytes // _WORTH))
 
 
-def ranges(count: int, parts: int) -> list[tuple[int, int]]:
-    """0 to `count` cut in parts that differ by at most one."""
+def run(work: Callable[[int, int], T], count: int, nbytes: int) -> list[T]:
+    """`work(start, stop)` for all of 0 to `count`, in parts if that touches enough bytes.
+
+    The first part runs in this thread, and each other in another; ends when the last has.
+    """
+    parts = share(nbytes)
     if parts == 1:
-        return [(0, count)]
-    return list(pairwise(count * part // parts for part in range(parts + 1)))
-
-
-def run(work: Callable[..., T], parts: Iterable[tuple[object, ...]]) -> list[T]:
-    """`work(*part)` for all parts at once, the first in this thread; ends when the last has."""
-    first, *others = parts
-    if not others:
-        return [work(*first)]
+        return [work(0, count)]
+    first, *others = pairwise(count * part // parts for part in range(parts + 1))
     futures = [_threads().submit(work, *part) for part in others]
     try:
         result = work(*first)

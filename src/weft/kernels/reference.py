@@ -169,10 +169,11 @@ def _set(mask: Tensor, count: int) -> Tensor:
     return found.scatter_(0, to, torch.arange(length, device=mask.device))[:-1]
 
 
-def scan(indices: Tensor) -> list[int]:
-    """As `cpu.scan`."""
-    now, before = indices[1:], indices[:-1]
-    return read(_stacked((now < before).sum(), (now == before).sum(), *indices.aminmax()))
+def ascends(indices: Tensor, last: int) -> bool:
+    """See `weft.kernels.ascends`."""
+    falls = (indices[1:] <= indices[:-1]).any()
+    is_wrong, first, greatest = read(_stacked(falls, indices[0], indices[-1]))
+    return not is_wrong and first >= 0 and greatest <= last
 
 
 def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:

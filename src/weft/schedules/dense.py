@@ -273,8 +273,7 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor, grid: Grid | None = No
                 blocks = [part[first:last] for part in seen]
                 _reduce_block(blocks, OPS[op], dtype, into[first:last])
 
-    shares = pool.share(into.nbytes * len(seen)) if on_host(into) else 1
-    pool.run(reduce_range, pool.ranges(len(into), shares))
+    pool.run(reduce_range, len(into), into.nbytes * len(seen) if on_host(into) else 0)
 
 
 def partial(parts: Sequence[Tensor], op: str, dtype: torch.dtype) -> Tensor:

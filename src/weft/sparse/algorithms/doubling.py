@@ -118,9 +118,9 @@ def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
     """The sum of two messages, which are released."""
     union = kernels.union([lower.indices, upper.indices])
     both = _made(call, union.indices)
-    for slots, part in zip(union.slots, (lower, upper), strict=True):
-        kernels.combine(both.values, slots, part.values, call.op)
-        part.release()
+    kernels.combine_runs(both.values, union.slots, [lower.values, upper.values], call.op)
+    lower.release()
+    upper.release()
     return both
 
 
