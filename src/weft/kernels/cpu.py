@@ -275,7 +275,7 @@ def reduce(
     if order is None:
         order = torch.arange(len(values))
     if starts is None:
-        loop = code[f"take_{of}.{src}.{dst}"]
+        loop = code[f"take.{of}.{src}.{dst}"]
         order = order if rows is None else order.index_select(0, rows)
     else:
         loop = code[f"reduce_{of}.{src}.{dst}.{total}.{name}"]
@@ -291,16 +291,16 @@ def reduce(
     out_at = out.data_ptr()
 
     def take(first: int, stop: int) -> None:
-        loop(*given, order_at + 8 * first, stop - first, width, out_at + size * first, size)
+        loop(*given, order_at + 8 * first, stop - first, width, out_at + size * first)
 
     def add(first: int, stop: int) -> None:
-        target = out_at + size * first, size
-        sums = target
+        target = out_at + size * first
+        sums = target, size
         if total != dst:  # in one row, which is rounded when all is added
             scratch = torch.empty(width, dtype=torch.float32)
             sums = scratch.data_ptr(), 0
         segments = begins_at + 8 * first, ends_at + 8 * first, stop - first
-        loop(*given, order_at, last, *segments, width, *target, *sums)
+        loop(*given, order_at, last, *segments, width, target, *sums)
 
     part = take if starts is None else add
     pool.run(part, out.shape[0], 2 * out.nbytes)
@@ -324,7 +324,7 @@ def combine(
     loop = code[f"combine_{'numbers' if width == 1 else 'rows'}.{src}.{dst}.{name}"]
     if loop is None:
         return False
-    to, size = out.data_ptr(), width * out.itemsize
+    to = out.data_ptr()
 
     def bring(slots: Tensor, values: Tensor) -> None:
         slots = slots.contiguous()
@@ -333,7 +333,7 @@ def combine(
 
         def part(first: int, stop: int) -> int:
             some = slots_at + 4 * first, values_at + stride * first, stride, stop - first
-            outside: int = loop(to, height, base, *some, width, size)
+            outside: int = loop(to, height, base, *some, width)
             return outside
 
         outside = sum(pool.run(part, count, 3 * count * stride))

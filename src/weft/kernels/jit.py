@@ -50,7 +50,7 @@ USUAL = (
     *_OF_MEETINGS.split(),
     *(f"{loop}.{index}" for loop in _OF_INDICES.split() for index in ("i32", "i64")),
     *("compose", "share", "pick"),
-    *(f"take_{of}.f32.f32" for of in _SIZES),
+    *(f"take.{of}.f32.f32" for of in _SIZES),
     *(f"reduce_{of}.f32.f32.f32.sum" for of in _SIZES),
     *(f"combine_{of}.f32.f32.sum" for of in _SIZES),
 )

@@ -585,28 +585,20 @@ def fetch(address, size):
         line += _LINE
 
 
-def take_numbers(src, dst, values, stride, order, count, width, out, size):
-    """`take_rows` of rows of one number."""
-    order, out = longs(order, count), array(out, count, dst)
-    for i in range(np.uint64(count)):
-        out[i] = narrow(widen(row_of(values, stride, order[i], 1, src)[0]), dst)
-    return 0
-
-
-def take_rows(src, dst, values, stride, order, count, width, out, size):
+def take(of, src, dst, values, stride, order, count, width, out):
     """Copy the rows order[0], order[1], ... of `values` to those of `out`.
 
-    Rows of `values` lie `stride` bytes apart, those of `out` `size`.
+    Rows of `values` lie `stride` bytes apart. `of` is 1 for rows of one number, else 0.
     """
-    order = longs(order, count)
+    width = of or width
+    order, out = longs(order, count), array(out, (count, width), dst)
     ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
     for i in range(count):
-        if i + ahead < count:
+        if not of and i + ahead < count:
             fetch(values + stride * order[i + ahead], nearest)
-        target = row_of(out, size, i, width, dst)
         row = row_of(values, stride, order[i], width, src)
         for j in range(width):
-            target[j] = narrow(widen(row[j]), dst)
+            out[i, j] = narrow(widen(row[j]), dst)
     return 0
 
 
@@ -624,7 +616,6 @@ def reduce_numbers(
     count,
     width,
     out,
-    size,
     sums,
     sums_size,
 ):
@@ -655,20 +646,20 @@ def reduce_rows(
     count,
     width,
     out,
-    size,
     sums,
     sums_size,
 ):
     """Reduce the rows order[begins[s]], ..., order[ends[s] - 1] to row s of `out`, for all s.
 
-    Rows of `values` lie `stride` bytes apart, those of `out` `size`; `order` has `last`. Sums are
-    kept as `total`, in `sums`: the rows of `out` if this is what `out` has, else one row for all.
+    Rows of `values` lie `stride` bytes apart; `order` has `last`. Sums are kept as `total`, in
+    `sums`: the rows of `out` if this is what `out` has, else one row for all.
     """
     order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
+    out = array(out, (count, width), dst)
     ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
     for segment in range(count):
         begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
-        target = row_of(out, size, segment, width, dst)
+        target = out[segment]
         row = row_of(values, stride, order[begin], width, src)
         if begin + np.uint64(ahead) < np.uint64(last):
             fetch(values + stride * order[begin + np.uint64(ahead)], nearest)
@@ -691,9 +682,7 @@ def reduce_rows(
     return 0
 
 
-def combine_numbers(
-    src, dst, combine, out, height, base, slots, values, stride, count, width, size
-):
+def combine_numbers(src, dst, combine, out, height, base, slots, values, stride, count, width):
     """`combine_rows` of rows of one number."""
     out, slots, outside = array(out, height, dst), ints(slots, count), 0
     for i in range(count):
@@ -708,18 +697,18 @@ def combine_numbers(
     return outside
 
 
-def combine_rows(src, dst, combine, out, height, base, slots, values, stride, count, width, size):
+def combine_rows(src, dst, combine, out, height, base, slots, values, stride, count, width):
     """Copy or add rows to the places that their slots say.
 
     Returns how many rows were left out, because their place is not one of `height` from `base` on.
     """
-    slots, outside = ints(slots, count), 0
+    out, slots, outside = array(out, (height, width), dst), ints(slots, count), 0
     for i in range(count):
         place = np.uint64(np.int64(place_of(slots[i])) - base)
         if place >= np.uint64(height):
             outside += 1
             continue
-        target = row_of(out, size, np.int64(place), width, dst)
+        target = out[place]
         row = row_of(values, stride, i, width, src)
         if slots[i] < 0:
             for j in range(width):
@@ -731,6 +720,8 @@ def combine_rows(src, dst, combine, out, height, base, slots, values, stride, co
 
 
 CONSTANTS = {
+    "numbers": 1,
+    "rows": 0,
     "i32": np.int32,
     "i64": np.int64,
     "f32": np.float32,
@@ -741,4 +732,5 @@ CONSTANTS = {
     "min": least,
     "max": greatest,
 }
-"""What a part of an instance's name stands for; half precision lies in memory as bits."""
+"""What a part of an instance's name stands for; half precision lies in memory as bits. Rows of one
+number have a known width."""
