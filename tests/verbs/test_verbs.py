@@ -1,5 +1,7 @@
 """The verbs move and combine what they say: over gloo's process group, and by posts on threads."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,28 @@ def test_each_verb(kind, tmp_path, ranks, is_async):
     assert len(names) == 1
     if kind == "gloo" and len(ranks) > 1:
         assert names == {"cpu (gloo, asynchronously)" if is_async else "cpu (gloo)"}
+
+
+def on_subsets(group, subsets):
+    """What all ranks of each subset gather, of those that this rank is in."""
+    found = []
+    for ranks in subsets:
+        if group.rank in ranks:
+            some = group.subset(ranks)
+            found.append(in_a_call(some, functools.partial(gathered, some)))
+    return found
+
+
+def gathered(group):
+    return (
+        verbs_of(group, CPU).all_gather(torch.tensor(group.global_ranks[group.rank :][:1])).tolist()
+    )
+
+
+def test_ranks_that_were_in_calls_of_other_subsets(kind, tmp_path):
+    subsets = [[0, 1], [0, 2], [2, 1], [0, 1, 3], [3, 1]]
+    for rank, found in enumerate(on_ranks(4, kind, tmp_path, on_subsets, subsets)):
+        assert found == [ranks for ranks in subsets if rank in ranks]
 
 
 def counted(group):

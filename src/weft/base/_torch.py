@@ -463,16 +463,55 @@ def gloo_group(
     return gloo(store, rank, size, options)
 
 
-def process_group_of(backend: Any, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A process group that `torch.distributed`'s functions take, for CPU tensors, over a backend.
+def process_group_of(
+    backend: Any, store: dist.Store, rank: int, size: int, kind: str = "gloo", device: str = "cpu"
+) -> dist.ProcessGroup:
+    """A process group that `torch.distributed`'s functions take, over a backend of that kind.
 
-    It has no name, and torch keeps no list of such groups: it goes when nobody refers to it.
+    It has no name, and torch keeps no list of such groups: it goes when nobody refers to it, and
+    the program's own groups have the names that they have without it.
     """
-    kind = dist.ProcessGroup.BackendType.GLOO
+    type_of_kind = dist.Backend.backend_type_map.get(kind, dist.ProcessGroup.BackendType.CUSTOM)
     group: Any = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(type_of_kind)
+    group._register_backend(torch.device(device), type_of_kind, backend)
     return cast("dist.ProcessGroup", group)
+
+
+def new_process_group(
+    kind: str, device: str, store: dist.Store, rank: int, size: int, timeout: float
+) -> dist.ProcessGroup:
+    """A new one for tensors of that kind of device, as `process_group_of` makes it; collective.
+
+    Backends that torch gets from a plugin are made as it makes them, with the private list of these
+    alone.
+
+    Args:
+        kind: of the backend, such as "nccl".
+        device: such as "cuda".
+        store: which nobody else uses.
+        rank, size: of the ranks that share it.
+        timeout: seconds that an operation may last.
+
+    Raises:
+        RuntimeError: torch has no such backend, or it cannot be made.
+    """
+    makers = {
+        "gloo": getattr(dist, "ProcessGroupGloo", None),
+        "nccl": getattr(dist, "ProcessGroupNCCL", None),
+        "xccl": getattr(dist, "ProcessGroupXCCL", None),
+        "ucc": getattr(dist, "ProcessGroupUCC", None),
+    }
+    plugin = getattr(dist.Backend, "_plugins", {}).get(kind.upper())
+    maker: Any = plugin.creator_fn if plugin is not None else makers.get(kind)
+    if maker is None or (plugin is not None and plugin.extended_api):
+        raise RuntimeError(f"torch makes no {kind} group that is not the program's")
+    limit: Any = timedelta(seconds=timeout)
+    if kind in ("nccl", "xccl"):
+        options = maker.Options()
+        options._timeout = limit
+        limit = options
+    return process_group_of(maker(store, rank, size, limit), store, rank, size, kind, device)
 
 
 # Forked children ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base._torch import store_of
+from ..base._torch import new_process_group, store_of
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
 
@@ -65,6 +66,7 @@ class GroupVerbs:
         self._group = group
         self._backend = backend
         self._is_own = is_own or group.process_group() is None
+        self._device = device
         self._made: dist.ProcessGroup | None = None  # of weft's own
         self._failure: Failure | None = None
         # a process group numbers its ranks as the job does: for each rank its number there
@@ -118,28 +120,41 @@ class GroupVerbs:
 
     def _run(self, what: str, verb: Callable[[dist.ProcessGroup], Any]) -> None:
         """Call a verb of the process group, in a wait of the session's."""
+        if self._is_own and self._made is None:
+            self._make()
+        self._wait(what, lambda: verb(self._process_group()))
 
-        def run() -> Any:
-            return verb(self._process_group())
-
-        wait = _Wait(self._group, f"{what} over {self.name}", run, self.failure)
+    def _wait(self, what: str, body: Callable[[], Any]) -> None:
+        wait = _Wait(self._group, f"{what} over {self.name}", body, self.failure)
         self._group.session.wait_for(wait)
 
     def _process_group(self) -> dist.ProcessGroup:
-        """The program's, or weft's own, which the first call makes: all ranks are here."""
-        if not self._is_own:
-            group = self._group.process_group()
-            if group is None:
+        """The program's, or weft's own."""
+        group = self._made if self._is_own else self._group.process_group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def _make(self) -> None:
+        """Make a process group of weft's own, in the first call: all ranks are here.
+
+        No `dist.new_group`, whose names follow from how many groups a rank has made: of ranks that
+        were in calls of other subsets each has made another number.
+        """
+        token = self._group.all_gather_bytes(secrets.token_bytes(8), bytes)[0].hex()
+        number = self._numbers[self.rank]
+
+        def make() -> None:
+            world = dist.group.WORLD
+            store = None if world is None else store_of(world)
+            if store is None:
                 raise RuntimeError("the process group was destroyed")
-            return group
-        if self._made is None:
-            self._made = dist.new_group(
-                sorted(self._group.global_ranks),
-                timeout=timedelta(seconds=self._group.timeout),
-                backend=self._backend,
-                use_local_synchronization=True,
-            )
-        return self._made
+            space = dist.PrefixStore(f"weft/verbs/{token}", store)
+            seconds = self._group.timeout
+            kind = self._device.type
+            self._made = new_process_group(self._backend, kind, space, number, self.size, seconds)
+
+        self._wait("the making of a process group", make)
 
     def _count(self, nbytes: Sequence[int]) -> None:
         """Count what goes to each rank."""
@@ -179,10 +194,10 @@ class GroupVerbs:
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
-        made = self._made
+        made: Any = self._made
         self._made = None
-        if made is not None and self._failure is None and store_of(made) is not None:
-            dist.destroy_process_group(made)
+        if made is not None and self._failure is None:
+            made.shutdown()
         self._failure = self._failure or Failure("aborted", None, "the group was closed")
 
 
