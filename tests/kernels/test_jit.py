@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -210,7 +209,7 @@ def test_files_of_another_user_are_never_read(tmp_path, monkeypatch):
         jit.private_folder(path)
 
 
-# Which versions are kept.
+# What is kept.
 
 
 def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
@@ -226,16 +225,6 @@ def test_what_it_was_made_of_is_in_its_name(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(jit, *change)
             assert jit.folder_of_instances() != mine
-
-
-def test_old_versions_are_removed(tmp_path):
-    for number in range(4):
-        folder = tmp_path / f"{number:016x}"
-        folder.mkdir()
-        (folder / "put").write_bytes(b"")
-        os.utime(folder, (time.time() - 86400 * (31 if number == 3 else 29),) * 2)
-    jit.keep(tmp_path / f"{99:016x}" / "put", b"new")
-    assert sorted(int(path.name, 16) for path in tmp_path.iterdir()) == [0, 1, 2, 99]
 
 
 # Instances that are not usual are made when they are asked for.

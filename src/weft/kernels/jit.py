@@ -22,12 +22,10 @@ import importlib.metadata
 import logging
 import os
 import platform
-import shutil
 import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,7 +39,6 @@ SOURCES = ("jit.py", "loops.py", "page.py", "words.py")
 _PREFIX = "weft."  # of the names of instances
 _FROM_C = {"memcpy", "memset", "memmove", "sched_yield"}  # what machine code may call
 WAIT = 120.0  # seconds that another process may take to compile; then it is done here too
-_DAYS = 30.0  # for which code is kept that nobody loads
 
 _OF_MEETINGS = "look put put_each reached announce find confirm impossible"
 _OF_INDICES = "scan ascends sort unpack ends mark place pair encode decode"
@@ -87,11 +84,10 @@ class Loops(dict[str, Any]):
 
     def load(self, names: Sequence[str]) -> None:
         """Load instances; those that no process has made before are made."""
-        absent = self.load_kept(names)
-        if not absent:
+        if not self.load_kept(names):
             return
         with _turn(self._folder):
-            absent = self.load_kept(absent)  # another process has made some meanwhile
+            absent = self.load_kept(names)  # another process has made some meanwhile
             if len(absent) > 1:
                 _log.warning("compiling weft's arithmetic, once on this machine: ten seconds or so")
             for name in absent:
@@ -102,17 +98,12 @@ class Loops(dict[str, Any]):
 
     def load_kept(self, names: Sequence[str]) -> list[str]:
         """Load those that are in the cache; returns the others."""
-        absent = []
-        if self._folder is not None:
-            with suppress(OSError):  # nothing was kept yet
-                os.utime(self._folder)  # which is in use
         for name in names:
-            data = None if self._folder is None else _kept(self._folder / name)
-            if name not in self and data is None:
-                absent.append(name)
-            elif data is not None:
-                self._add(name, data)
-        return absent
+            if self._folder is not None and name not in self:
+                data = _kept(self._folder / name)
+                if data is not None:
+                    self._add(name, data)
+        return [name for name in names if name not in self]
 
     def _add(self, name: str, data: bytes) -> None:
         """Load an instance: a byte that says how many arguments it has, and its object file."""
@@ -321,18 +312,14 @@ def _kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Keep the data for later processes, and remove versions that none has used for long."""
-    folder = path.parent
+    """Keep the data for later processes."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(file.name, path)
-        for other in folder.parent.iterdir():
-            if other.stat().st_mtime < time.time() - _DAYS * 86400:
-                shutil.rmtree(other, ignore_errors=True)
     except OSError as error:  # a full disk: the next process compiles, too
-        _log.info("machine code cannot be kept in %s: %s", folder, error)
+        _log.info("machine code cannot be kept in %s: %s", path.parent, error)
 
 
 # LLVM -----------------------------------------------------------------------------------------
