@@ -15,7 +15,7 @@ import torch
 import weft
 from weft import nn
 from weft.call import handshake
-from weft.nn import executor
+from weft.nn import autograd, executor
 from weft.schedules import chain
 from weft.testing import run, spmd
 
@@ -170,8 +170,10 @@ WAYS = {
         (executor, "DIRECT"): -1,
         (chain, "CHUNKS"): (16, 16),
     },
+    "verbs": {(autograd, "execute"): None, (autograd, "assemble"): None},
 }
-"""How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks."""
+"""How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks; by verbs
+alone, where tensors of the group do."""
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def travelling(way):
 
 @pytest.mark.parametrize(
     ("way", "on"),
-    [("eager", "threads"), ("moves", "device"), ("schedules", "threads"), ("schedules", "device")],
+    [("eager", "threads"), ("moves", "threads"), ("schedules", "threads"), ("verbs", "verbs")],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, way, on):
@@ -201,6 +203,13 @@ def test_values_and_gradients(name, way, on):
 def test_on_processes(group, name):
     with travelling("schedules"):
         check(group, name)
+
+
+@spmd(5, on=("gloo",))
+def test_over_gloo(group):
+    with travelling("verbs"):
+        for name in CASES:
+            check(group, name)
 
 
 def check(group, name):

@@ -14,7 +14,7 @@ import weft
 from weft import nn
 from weft.testing import spmd
 
-THREADS = ("threads", "device")
+THREADS = ("threads", "verbs")
 
 
 def data(group, *shape, dtype=torch.float64, requires_grad=False):

@@ -128,8 +128,9 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("on", ["threads", "verbs"])
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case[0])
-def test_everybody_who_takes_part_is_told(case):
+def test_everybody_who_takes_part_is_told(case, on):
     text, make, last, others = (*case, ones(2, 2))[:4]
 
     def program(group):
@@ -141,7 +142,7 @@ def test_everybody_who_takes_part_is_told(case):
         weft.nn.AllSumReduce(P(4), 0)(ones(2))
         return told
 
-    told = run(4, program)
+    told = run(4, program, on=on)
     (sentence,) = {each for each in told if each}
     assert re.search(text, sentence)
     assert told[3]
@@ -149,7 +150,7 @@ def test_everybody_who_takes_part_is_told(case):
         assert all(told)
 
 
-@spmd(3)
+@spmd(3, on=("threads", "processes", "gloo"))
 def test_the_same_on_processes(group):
     layer = nn.AllGather(P(3), 0)
     with pytest.raises(weft.WeftError, match="in dimension 1 rank 1 has 5, and rank 0 has 4"):
@@ -214,7 +215,7 @@ def test_grids_and_shapes_that_are_none(group):
             make()
 
 
-@spmd(3, on=("threads",))
+@spmd(3, on=("threads", "verbs"))
 def test_an_inactive_rank_brings_nothing(group):
     """It talks to nobody, so it alone is told."""
     layer = nn.AllGather(P(2), 0)
@@ -230,7 +231,7 @@ def test_an_inactive_rank_brings_nothing(group):
         assert layer(ones(2)).shape == (4,)
 
 
-@spmd(2, on=("threads",))
+@spmd(2, on=("threads", "verbs"))
 def test_a_shape_that_changes_on_one_rank_is_right(group):
     layer = nn.AllGather(P(2), 0)
     assert layer(ones(2)).shape == (4,)

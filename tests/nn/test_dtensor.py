@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +17,6 @@ from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
-from gloo_rounds import as_device
 from weft import nn
 from weft.nn import dtensor
 from weft.testing import run
@@ -26,13 +24,13 @@ from weft.testing import run
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-def started(group, program, path, staying):
+def started(group, program, path, wire):
     """A program in torch's default group and weft's, of the ranks of a test."""
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=group.rank, world_size=group.size
     )
     try:
-        with weft.init(), as_device() if staying else nullcontext():
+        with weft.init(wire=wire):
             mesh = DeviceMesh("cpu", torch.arange(group.size).view(2, -1))
             dist.barrier()  # a rank that left would end the making of its groups at the others
             globals()[program](group, mesh)
@@ -307,11 +305,11 @@ PROGRAMS = ["everything", "derivatives", "some_ranks", "faults", "group_of_its_o
 
 
 @pytest.mark.parametrize(
-    ("program", "staying"),
-    [*((each, False) for each in PROGRAMS), ("everything", True), ("derivatives", True)],
+    ("program", "wire"),
+    [*((each, "tcp") for each in PROGRAMS), *((each, "group") for each in PROGRAMS)],
 )
-def test_on_processes(program, staying, tmp_path):
-    run(4, started, program, str(tmp_path / "store"), staying, on="processes")
+def test_on_processes(program, wire, tmp_path):
+    run(4, started, program, str(tmp_path / "store"), wire, on="processes")
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

@@ -18,6 +18,9 @@ from weft.call import handshake
 from weft.nn.grid import cells
 from weft.testing import run
 
+WAYS = [("threads", -1), ("threads", handshake.EAGER), ("verbs", handshake.EAGER)]
+"""What ranks are, and the bytes of tensors that go in the handshake: none, few, none by verbs."""
+
 MODES = {"zero": "constant", "periodic": "wrap"}
 WIDEST = 9
 
@@ -76,9 +79,9 @@ def inner(case, cell):
 @settings(max_examples=40, deadline=None)
 @given(
     halos().filter(lambda case: not is_of_nothing(case)),
-    st.sampled_from([-1, handshake.EAGER]),  # in messages, or in the handshake
+    st.sampled_from(WAYS),
 )
-def test_margins_differ_from_rank_to_rank(case, eager):
+def test_margins_differ_from_rank_to_rank(case, way):
     grid, ranks, lengths, widths, boundary = case
     generator = torch.Generator().manual_seed(1)
     size = math.prod(sum(each) for each in lengths)
@@ -106,15 +109,16 @@ def test_margins_differ_from_rank_to_rank(case, eager):
         y.backward(grads[group.rank])
         torch.testing.assert_close(x.grad, whole.grad[mine], rtol=1e-12, atol=1e-12)
 
+    on, eager = way
     with mock.patch.object(handshake, "EAGER", eager):
-        run(4, program)
+        run(4, program, on=on)
 
 
-@pytest.mark.parametrize("eager", [-1, handshake.EAGER])  # in messages, or in the handshake
+@pytest.mark.parametrize(("on", "eager"), WAYS)
 @pytest.mark.parametrize(
     ("ndim", "memory_format"), [(4, torch.channels_last), (5, torch.channels_last_3d)]
 )
-def test_a_memory_format_stays(ndim, memory_format, eager):
+def test_a_memory_format_stays(ndim, memory_format, on, eager):
     whole = torch.randn(2, 3, 6, *(4,) * (ndim - 3))
 
     def program(group):
@@ -133,7 +137,7 @@ def test_a_memory_format_stays(ndim, memory_format, eager):
         return found[0]
 
     with mock.patch.object(handshake, "EAGER", eager):
-        first, second, third = run(3, program)
+        first, second, third = run(3, program, on=on)
     assert torch.equal(second, whole[:, :, 1:5])
     assert torch.equal(first[:, :, 1:], whole[:, :, :3])
     assert torch.equal(third[:, :, :3], whole[:, :, 3:])

@@ -65,7 +65,7 @@ def numbers(rank, shape, seed):
     return torch.randint(-9, 9, shape, generator=generator).double()
 
 
-@given(layers(), st.sampled_from(["threads", "device"]))
+@given(layers(), st.sampled_from(["threads", "verbs"]))
 @settings(max_examples=40)
 def test_the_adjoint(case, on):
     name, (shape, ranks), argument, shapes = case

@@ -86,7 +86,7 @@ def used(table, rank, given):
         ("threads", [10]),
         ("threads", [5, 4]),
         ("threads", [3, 3, 3, 0]),
-        ("device", [4, 4, 2]),
+        ("verbs", [4, 4, 2]),
     ],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -339,7 +339,7 @@ def test_clipping_tables_of_two_groups_tells_both_what_is_wrong():
     assert all("max_norm is -1.0 and norm_type 2.0" in each for each in run(3, program))
 
 
-@pytest.mark.parametrize("on", ["threads", "device"])
+@pytest.mark.parametrize("on", ["threads", "verbs"])
 def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
     sent = []  # numbers that rank 0 sends, by exchange
     real = sharded_tables.apply
@@ -645,7 +645,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("erring", [{1}, {0, 1}])
 @pytest.mark.parametrize("case", UNFIT)
-@spmd(2, on=("threads", "device", "processes"))
+@spmd(2, on=("threads", "verbs", "processes"))
 def test_a_weight_that_is_not_this_ranks_rows_is_an_error_on_all(group, case, erring):
     unfit, text = UNFIT[case]
     table = weft.nn.ShardedEmbedding(10, DIM)
@@ -661,7 +661,7 @@ def test_a_weight_that_is_not_this_ranks_rows_is_an_error_on_all(group, case, er
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")  # torch's, that there is another way
 @pytest.mark.parametrize("tables", [1, 2])
-@spmd(2, on=("threads", "device", "processes"))
+@spmd(2, on=("threads", "verbs", "processes"))
 def test_a_table_without_its_weight_is_an_error_on_all(group, tables):
     *others, table = [weft.nn.ShardedEmbedding(10, DIM) for _ in range(tables)]
     weight = table.weight

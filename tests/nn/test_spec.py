@@ -47,7 +47,7 @@ def works(group, rows=2):
 
 
 @pytest.mark.parametrize("rows", [2, 200_000])  # in the handshake, or in messages
-@spmd(1, 2, 3)
+@spmd(1, 2, 3, on=("threads", "processes", "verbs"))
 def test_a_field_that_differs_is_an_error_on_every_rank(group, rows):
     works(group, rows)
     layer = Layer(Shift(weft.Partition(group.size), steps=1 + (group.rank == 1)))
@@ -66,7 +66,7 @@ def test_a_field_that_differs_is_an_error_on_every_rank(group, rows):
         ("forgets", "plan() gave a NoneType and not a weft.nn.plan.Plan"),
     ],
 )
-@spmd(3)
+@spmd(3, on=("threads", "processes", "verbs"))
 def test_a_plan_that_fails_alike_on_every_rank_loses_no_group(group, trouble, text):
     layer = Layer(Shift(weft.Partition(3), trouble=trouble))
     for _ in range(2):
@@ -139,8 +139,8 @@ def test_a_plan_that_does_not_fit_the_tensors_loses_no_group(have, want, text, r
     assert text.replace("ROWS", str(rows)) in one
 
 
-@pytest.mark.parametrize("rows", [4, 40_000])
-def test_a_tensor_that_the_plan_does_not_read_has_a_gradient_of_zeros(rows):
+@pytest.mark.parametrize(("on", "rows"), [("threads", 4), ("threads", 40_000), ("verbs", 4)])
+def test_a_tensor_that_the_plan_does_not_read_has_a_gradient_of_zeros(on, rows):
     """Wherever its memory was."""
 
     def program(group):
@@ -151,7 +151,7 @@ def test_a_tensor_that_the_plan_does_not_read_has_a_gradient_of_zeros(rows):
         y.sum().backward()
         return x.grad.unique().tolist()
 
-    assert run(2, program) == [[1.0], [0.0]]
+    assert run(2, program, on=on) == [[1.0], [0.0]]
 
 
 def test_a_plan_that_exits_does_so_on_every_rank_and_loses_no_group():

@@ -1,8 +1,8 @@
 """The handshake of every call of a layer: every rank that takes part learns what all pass.
 
 Each rank states the shape and dtype of its tensor, and the state of autograd (see `opened`).
-Tensors on the host of up to `EAGER` bytes are sent with the statement; of more than 16 ranks up to
-a smaller size. If all tensors are so small, nothing more is sent.
+Tensors of up to `EAGER` bytes that the wire carries are sent with the statement; of more than 16
+ranks up to a smaller size. If all tensors are so small, nothing more is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..base._torch import waited
-from ..base.devices import on_host
 from ..base.memory import memory_of
 from ..base.tensors import Shape, dtype_in, plain
 from ..group.group import Group
@@ -125,8 +124,8 @@ def among(group: Group, ranks: tuple[int, ...]) -> Group:
 
 
 def payload_of(x: Tensor, ranks: tuple[int, ...]) -> memoryview | None:
-    """The bytes of a tensor that is sent in the handshake; None if it is not."""
+    """The bytes of a tensor of the wire's that is sent in the handshake; None if it is not."""
     most = min(EAGER, room(len(ranks)))
-    if x.numel() * x.element_size() > most or not on_host(x):
+    if x.numel() * x.element_size() > most:
         return None
     return memory_of(plain(waited(x).detach()))

@@ -26,7 +26,9 @@ from ..call.handshake import Heard, Operand, among, handshake, payload_of
 from ..call.mode import Mode
 from ..comm.staging import unfollowed
 from ..group.group import Group
-from .executor import assemble, execute, has_addition
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.interface import Verbs
+from .executor import assemble, execute, execute_by_verbs, has_addition
 from .spec import Spec, planned
 
 
@@ -106,19 +108,6 @@ class Call:
         Raises:
             WeftError, WireError: as `applied`.
         """
-        with preparing(among(self.group, self.ranks), self.name):
-            check(self._wrong(x))
-            on_device = self.group.on(x.device)
-            check(on_device.refusal)
-            shape = tuple(x.shape) if self.stated is None else self.stated
-            operand = Operand(shape, payload_of(x, self.ranks))
-            mode = Mode.of([x])
-            fields: dict[str, object] = {
-                "partition": self.spec.grids,
-                "arguments": self.spec.arguments,
-                "dtype": x.dtype if x.numel() else None,
-                "device": on_device.route,
-            }
         name = self.name
         if self.order > 1:
             name += f" of order {self.order}"
@@ -126,13 +115,30 @@ class Call:
             name += f" of call {self.of}"
 
         def job() -> Moved:
-            heard = handshake(self.group, self.ranks, name, fields, operand, mode)
-            return self._moved(x, heard)
+            group = among(self.group, self.ranks)
+            with preparing(group, self.name):
+                check(self._wrong(x))
+                verbs = verbs_of(group, x.device)
+                shape = tuple(x.shape) if self.stated is None else self.stated
+                operand = Operand(shape, payload_of(x, self.ranks) if verbs is None else None)
+                fields: dict[str, object] = {
+                    "partition": self.spec.grids,
+                    "arguments": self.spec.arguments,
+                    "dtype": x.dtype if x.numel() else None,
+                    "device": carried_by(verbs),
+                }
+            heard = handshake(self.group, self.ranks, name, fields, operand, Mode.of([x]))
+            return self._moved(x, heard, verbs)
 
         return self.group.worker.call(name, job)
 
-    def _moved(self, x: Tensor, heard: Heard) -> Moved:
+    def _moved(self, x: Tensor, heard: Heard, verbs: Verbs | None) -> Moved:
         """Carry out the plan that follows from what all ranks said; collective.
+
+        Args:
+            x: this rank's tensor.
+            heard: what all ranks said.
+            verbs: of the ranks that take part, by which tensors go; None: by posts on the wire.
 
         Raises:
             WeftError: the plan cannot be made or carried out; the same text on every rank.
@@ -161,7 +167,10 @@ class Call:
             # if its own is another, the tensor has no volume, so that its own said nothing
             local = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             local = local.resolve_conj().resolve_neg()
-            y = execute(plan, local, group.on(local.device, self.ranks))
+            if verbs is None:
+                y = execute(plan, local, group)
+            else:
+                y = execute_by_verbs(plan, local, self.ranks, verbs)
         if group.rank not in plan.want.shapes:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
         y = in_format_of(x, y)

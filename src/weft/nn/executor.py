@@ -11,8 +11,8 @@ Plans that are well-known collectives have schedules of their own:
 * all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB where there is no
   chain, if the root has an addend; so no rank receives as much as all others have.
 
-On an accelerator messages travel in rounds (`lockstep`), and there is no chain. Whatever else moves
-goes in one round, in which all ranks of the call take part, also those that send and receive none.
+Tensors that the wire does not carry, such as those of accelerators, go by one verb of all ranks of
+the call, also of those that send and receive nothing (`execute_by_verbs`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..base.devices import on_host
 from ..base.memory import fresh, typed
+from ..base.tensors import Shape
 from ..call.handshake import among
 from ..group.channels import LAYERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..schedules.chain import Chain
+from ..schedules.dense import reduce
+from ..verbs.interface import Verbs
 from ..wire.interface import Lease
 from .grid import Box
 from .plan import Local, Plan, Write
@@ -63,26 +65,88 @@ def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
 
     Args:
         plan: the same on all of them; ranks as the group counts.
-        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
-            and device, if that has none.
-        group: of the group, for tensors where that is.
+        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype, if
+            that has none. The wire carries it.
+        group: of all ranks.
     """
-    is_long = plan.hint in ("broadcast", "sum_reduce") and _nbytes(plan, x.dtype) > DIRECT
-    has_chain = on_host(x)
-    everyone_adds = plan.hint == "sum_reduce" and {*plan.have.shapes} == {*plan.ranks}
-    if plan.hint == "all_reduce" or (is_long and everyone_adds and not has_chain):
+    if plan.hint == "all_reduce":
         wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums
-        total = fresh(tuple(x.shape), wide, x.device).copy_(x)
+        total = fresh(tuple(x.shape), wide).copy_(x)
         dense_all_reduce(among(group, tuple(plan.ranks)), total, "sum").wait()
         return total.to(x.dtype)
-    if is_long and has_chain:
+    if plan.hint is not None and math.prod(_shape(plan)) * x.dtype.itemsize > DIRECT:
         return _along_a_chain(plan, x, group)
     return _directly(plan, x, group)
 
 
-def _nbytes(plan: Plan, dtype: torch.dtype) -> int:
-    """Bytes of a tensor of a plan in which all have the same shape."""
-    return math.prod(next(iter(plan.have.shapes.values()))) * dtype.itemsize
+def execute_by_verbs(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
+    """As `execute`, of a tensor that verbs carry. Collective among the ranks of the call.
+
+    Args:
+        plan, x: as of `execute`.
+        ranks: of the call, ascending, as the plan counts them.
+        verbs: of these ranks.
+    """
+    if plan.hint is not None and math.prod(_shape(plan)) > 0:
+        return _by_a_collective(plan, x, ranks, verbs)
+    return _by_an_exchange(plan, x, ranks, verbs)
+
+
+def _shape(plan: Plan) -> Shape:
+    """That of all tensors of a plan in which they have one."""
+    return next(iter(plan.have.shapes.values()))
+
+
+def _by_a_collective(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
+    """Carry out a plan by the collective that is its hint; all ranks get the result.
+
+    Who has nothing adds zeros.
+    """
+    has_tensor = ranks[verbs.rank] in plan.have.shapes
+    if plan.hint == "broadcast":
+        y = fresh(_shape(plan), x.dtype, x.device)
+        if has_tensor:
+            y.copy_(x)
+        (root,) = plan.have.shapes
+        verbs.broadcast(y, ranks.index(root))
+        return y
+    total = torch.zeros(_shape(plan), dtype=_WIDE.get(x.dtype, x.dtype), device=x.device)
+    if has_tensor:
+        total.copy_(x)
+    _sum(verbs, total)
+    return total.to(x.dtype)
+
+
+def _sum(verbs: Verbs, tensor: Tensor) -> None:
+    """Add up the tensors of all ranks, in place."""
+    if verbs.reduces("sum", tensor.dtype):
+        verbs.all_reduce(tensor, "sum")
+        return
+    parts = verbs.all_gather(tensor.view(-1))
+    reduce([*parts.view(verbs.size, -1)], "sum", tensor)
+
+
+def _by_an_exchange(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
+    """Carry out a plan by one exchange, whose lengths all ranks know from it."""
+    own = ranks[verbs.rank]
+    local = plan.local(own)
+    takes = [local.sends.get(peer, ()) for peer in ranks]
+    moves = {source: each for source, each in local.sources.items() if source != own}
+    puts = [[put for _, put in moves.get(peer, ())] for peer in ranks]
+    goes = [_volume(boxes) for boxes in takes]
+    comes = [_volume(boxes) for boxes in puts]
+    mine = fresh((sum(goes),), x.dtype, x.device)
+    _pack(x, [take for boxes in takes for take in boxes], mine)
+    messages = torch.split(verbs.exchange(mine, goes, comes), comes)
+    came: dict[int, Tensor | list[Tensor]] = {
+        peer: _split(message, boxes)
+        for peer, message, boxes in zip(ranks, messages, puts, strict=True)
+    }
+    came[own] = x
+    y = _room(local, x.dtype, x.device)
+    for source, writes in local.writes.items():
+        _write(y, writes, came[source])
+    return y.to(x.dtype)
 
 
 def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
@@ -125,8 +189,7 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
         if place is not None:
             in_place.add(peer)
         else:  # bytes, to be split
-            volume = sum(put.volume for _, put in local.sources[peer])
-            place = volume * x.element_size()
+            place = _volume(put for _, put in local.sources[peer]) * x.element_size()
         coming[peer] = group.post((), [(peer, place)], LAYERS)
     leases: list[Lease] = []
     messages: dict[tuple[Box, ...], Tensor] = {}  # the same to several peers is one
@@ -134,15 +197,15 @@ def _directly(plan: Plan, x: Tensor, group: Group) -> Tensor:
         if takes not in messages:
             messages[takes] = _packed(x, takes, group, leases)
     sends = [(peer, messages[local.sends[peer]]) for peer in group.peers if peer in local.sends]
-    going = [group.post(sends, (), LAYERS)] if sends or group.features.lockstep else []
+    going = [group.post(sends, (), LAYERS)] if sends else []
     for source, moves in local.sources.items():
         if source == group.rank:
             _write(y, local.writes[source], x)
             continue
         (message,) = coming[source].wait()
         if source not in in_place:
-            values = _split(message, [put for _, put in moves], x.dtype)
-            _write(y, local.writes[source], list(values))
+            values = _split(message.view(x.dtype), [put for _, put in moves])
+            _write(y, local.writes[source], values)
             coming[source].release()
     for pending in going:
         pending.wait()
@@ -164,24 +227,33 @@ def _packed(x: Tensor, takes: Sequence[Box], group: Group, leases: list[Lease]) 
     first = x[takes[0].slices]
     if len(takes) == 1 and first.is_contiguous():
         return first
-    lease = group.lease(sum(take.volume for take in takes) * x.element_size())
+    lease = group.lease(_volume(takes) * x.element_size())
     leases.append(lease)
-    for take, place in zip(takes, _split(lease.tensor, takes, x.dtype), strict=True):
+    message = lease.tensor.view(x.dtype)
+    _pack(x, takes, message)
+    return message
+
+
+def _pack(x: Tensor, takes: Sequence[Box], message: Tensor) -> None:
+    """Write the values of these boxes to a message, 1-D, one after the other."""
+    for take, place in zip(takes, _split(message, takes), strict=True):
         place.copy_(x[take.slices])
-    return lease.tensor
 
 
-def _split(memory: Tensor, found: Iterable[Box], dtype: torch.dtype) -> Iterable[Tensor]:
-    """The values of each box of a message."""
-    at = 0
-    for box in found:
-        yield typed(memory, box.shape, dtype, at)
-        at += box.volume * dtype.itemsize
+def _split(message: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """The values of each box of a message, 1-D."""
+    parts = torch.split(message, [box.volume for box in boxes])
+    return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+
+
+def _volume(boxes: Iterable[Box]) -> int:
+    """How many values boxes have together."""
+    return sum(box.volume for box in boxes)
 
 
 def _along_a_chain(plan: Plan, x: Tensor, group: Group) -> Tensor:
     """Carry out a broadcast or a sum_reduce along a chain of ranks."""
-    shape = next(iter(plan.have.shapes.values()))
+    shape = _shape(plan)
     dtype = x.dtype
     if plan.hint == "sum_reduce":
         dtype = _WIDE.get(dtype, dtype)
