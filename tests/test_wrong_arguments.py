@@ -741,7 +741,7 @@ ALONE = {
     *("trainers.accelerate", "trainers.huggingface", "trainers.lightning"),  # `register` later
     *("distdl.zero_volume_tensor", "sar.initialize_comms", "sar.nfs_ip_init"),
     *("sar.rank", "sar.world_size"),
-    *("schedules.dense_all_reduce", "schedules.fast_all_reduce"),  # within an open call
+    "schedules.dense_all_reduce",  # within an open call
 }
 # which no value is wrong for, or that is found out later, or on this rank alone
 FREE = {

@@ -12,7 +12,7 @@ import weft
 from cases import in_case
 from weft.testing import spmd
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 
 def mine(rank, count, dtype=torch.float32):

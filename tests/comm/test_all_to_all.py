@@ -15,7 +15,7 @@ from weft.base.tensors import as_bytes
 from weft.comm.staging import moved
 from weft.testing import spmd
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 DTYPES = [
     torch.float32,
@@ -265,7 +265,6 @@ class Posting:
     """A group that keeps what is sent."""
 
     peers = (1, 2)
-    features = types.SimpleNamespace(lockstep=False)
 
     def post(self, sends, recvs, channel):
         self.sends = sends

@@ -1,26 +1,20 @@
-"""Tensors of an accelerator: values stay away from the host, and sums are those of the CPU."""
+"""Tensors that weft's wire does not carry, as those of an accelerator: they go by verbs alone."""
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import weft
-from cases import in_default_group
-from checked_rounds import CheckedRounds
-from gloo_rounds import as_device
-from weft import nn
 from weft.base.tensors import as_bytes
 from weft.comm import staging
-from weft.comm.named import of_module
-from weft.group import default
-from weft.schedules import dense
+from weft.comm.named import description
 from weft.testing import run, spmd
-from weft.wire.torch_rounds import TorchRounds
+from weft.verbs.carrier import verbs_of
 
 CPU = torch.device("cpu")
 MARK = b"\xa5" * 8  # the bytes of each value
@@ -37,54 +31,82 @@ def back(results):
 
 def module(rows):
     found = torch.nn.Module()
-    found.table = torch.nn.Embedding(9, 2, sparse=True, _weight=marked(9, 2).detach())
+    found.few = torch.nn.Parameter(marked(3).detach())
     found.dense = torch.nn.Parameter(marked(rows).detach())
     return found
 
 
-def synchronised(rows):
+def gradients(rows):
     model = module(rows)
-    weft.sync_params(model)
-    (model.table(torch.arange(9)).sum() * VALUE + model.dense.sum() * VALUE).backward()
+    (model.few.sum() * VALUE + model.dense.sum() * VALUE).backward()
     weft.sync_grads(model)
     weft.clip_grad_norm_(model, 1e-3)
 
 
-def layers(rows):
-    """On all ranks, and on half of them, twice as many times: the others know nothing of it."""
-    size = default.resolve(None).size
-    every, half = weft.Partition(size), weft.Partition(-(-size // 2))
-    for grid in (every, half, half):
-        for kind in (nn.AllGather, nn.AllSumReduce, nn.ReduceScatter, nn.SumReduce, nn.Broadcast):
-            has = grid.active and (kind is not nn.Broadcast or not grid.rank)
-            back([kind(grid, 0)(marked(rows) if has else marked(0))])
+def fetched(group, rows):
+    indices = torch.arange(group.size * rows)
+    plan = weft.remote_rows(indices, rows)
+    back([plan.fetch(marked(rows, 1))])
 
 
 CALLS = {
-    "all_to_all": lambda size, rows: back(weft.all_to_all([marked(rows)] * size)),
-    "all_reduce": lambda size, rows: back([weft.all_reduce(marked(rows))]),
-    "largest": lambda size, rows: back([weft.all_reduce(marked(rows), "max")]),
-    "exchange": lambda size, rows: back(weft.exchange(marked(rows, 1), [torch.arange(2)] * size)),
-    "sync": lambda size, rows: synchronised(rows),
-    "nn": lambda size, rows: layers(rows),
+    "all_to_all": lambda group, rows: back(weft.all_to_all([marked(rows)] * group.size)),
+    "all_reduce": lambda group, rows: back([weft.all_reduce(marked(rows))]),
+    "largest": lambda group, rows: back([weft.all_reduce(marked(rows), "max")]),
+    "exchange": lambda group, rows: back(
+        weft.exchange(marked(rows, 1), [torch.arange(2)] * group.size)
+    ),
+    "remote_rows": fetched,
+    "sync_params": lambda group, rows: weft.sync_params(module(rows)),
+    "sync_grads": lambda group, rows: gradients(rows),
 }
+
+VERBS = {  # backward too
+    "all_to_all": {"exchange": 2},
+    "all_reduce": {"all_reduce": 2},
+    "largest": {"all_reduce": 3},
+    "exchange": {"exchange": 2},
+    "remote_rows": {"exchange": 4},
+    "sync_params": {"broadcast": 1},
+    "sync_grads": {"all_reduce": 1},
+}
+
+
+def counted(group):
+    """How often each verb is called from here on; of which `read` does not talk."""
+    verbs = group.worker.call("count", lambda: verbs_of(group, CPU))
+    counts = Counter()
+
+    def counting(name):
+        verb = getattr(verbs, name)
+
+        def called(*args):
+            counts[name] += 1
+            return verb(*args)
+
+        return called
+
+    for name in ("all_gather", "exchange", "all_reduce", "broadcast"):
+        setattr(verbs, name, counting(name))
+    return counts
 
 
 @pytest.mark.parametrize("rows", [2, 30_000])
 @pytest.mark.parametrize("name", CALLS)
-@spmd(1, 2, 4, on=("device",))
-def test_no_value_goes_over_the_cpu_wire(group, name, rows):
+@spmd(1, 2, 4, on=("gloo",))
+def test_no_value_goes_over_the_cpu_wire_and_each_call_is_one_verb(group, name, rows):
     seen, post = [], group.wire.post
 
     def watched(sends=(), recvs=(), channel=0):
         seen.extend(MARK in as_bytes(tensor.detach()).numpy().tobytes() for _, tensor in sends)
         return post(sends, recvs, channel)
 
-    apart = group.split(range(group.size))  # which values go over
-    group.session.carry_device(CheckedRounds(apart.wire), "apart")
+    counts = counted(group)
     group.wire.post = watched
-    CALLS[name](group.size, rows)
-    assert bool(seen) == (group.size > 1) and not any(seen)
+    CALLS[name](group, rows)
+    assert not any(seen)
+    if group.size > 1:
+        assert dict(counts) == VERBS[name]
 
 
 def sums(group):
@@ -93,15 +115,13 @@ def sums(group):
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for count in (5, 50_000):
             x = torch.randn(count, generator=draw).to(dtype)
-            found += [weft.all_reduce(x, "avg"), nn.AllSumReduce(weft.Partition(group.size), 0)(x)]
+            found.append(weft.all_reduce(x, "avg"))
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_sums_have_the_bits_of_the_cpu_way(size, monkeypatch):
-    """Also in chunks, of which two are under way."""
-    monkeypatch.setattr(dense, "LARGE", 16_384)
-    same(run(size, sums, on="threads"), run(size, sums, on="device"))
+def test_sums_by_posts_have_the_bits_of_the_wire(size):
+    same(run(size, sums, on="verbs"), run(size, sums, on="threads"))
 
 
 def same(found, wanted):
@@ -109,41 +129,33 @@ def same(found, wanted):
         assert torch.equal(as_bytes(one), as_bytes(other))
 
 
-@spmd(3, on=("device",))
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_a_process_group_are_the_same_on_all_ranks(size):
+    first, *others = run(size, sums, on="gloo")
+    for other in others:
+        same([other], [first])
+    for one, other in zip(first, run(size, sums, on="threads")[0], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@spmd(3, on=("verbs", "gloo"))
 def test_one_rank_has_its_tensors_elsewhere(group):
     if group.rank == 1:
-        group.session.devices[CPU].name = "xpu (xccl)"
-    for name in ("all_to_all", "all_reduce", "exchange", "nn"):
-        with pytest.raises(weft.WeftError, match=r"device: .*checked.* rank 1 has xpu \(xccl\)"):
-            CALLS[name](3, 4)
+        group.worker.call("verbs", lambda: verbs_of(group, CPU)).name = "xpu (xccl)"
+    for name in CALLS:
+        if name != "remote_rows":  # whose counts are of the host
+            with pytest.raises(weft.WeftError, match=r"device: .*cpu \(.* rank 1 has xpu \(xccl"):
+                CALLS[name](group, 4)
 
 
 def test_a_manifest_says_what_is_on_an_accelerator():
-    before = of_module(module(1), buffers=True)[1]["dense"]
-    with as_device():
-        assert of_module(module(1), buffers=True)[1]["dense"] == before.replace("a ", "a cpu ", 1)
+    said = description("parameter", torch.empty(2, device="meta"))
+    assert said == "a meta parameter of torch.float32 of shape (2,)"
 
 
-@spmd(2, on=("threads",))
+@spmd(2, on=("verbs",))
 def test_the_capture_of_a_graph_is_refused(group, monkeypatch):
     monkeypatch.setattr(staging, "is_capturing", lambda device: True)
-    for name in ("all_to_all", "all_reduce", "exchange", "sync", "nn"):
+    for name in CALLS:
         with pytest.raises(weft.WeftError, match="CUDA graph"):
-            CALLS[name](2, 4)
-
-
-def over_gloo(group, folder):
-    with in_default_group(group, folder), weft.init(), as_device():
-        over = default.resolve(None).on(CPU)
-        assert isinstance(over.wire, TorchRounds) and "gloo" in over.route
-        for name in CALLS:
-            CALLS[name](group.size, 30_000)
-        # as if its communicator had been made with it
-        dist.group.WORLD.bound_device_id = torch.device("cpu:0")
-        layers(2)
-        return sums(group)
-
-
-def test_over_a_group_of_gloo(tmp_path):
-    found = run(4, over_gloo, tmp_path, on="processes")
-    same(found, run(4, sums, on="threads"))
+            CALLS[name](group, 4)

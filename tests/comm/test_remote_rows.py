@@ -10,7 +10,7 @@ import weft
 from weft.base.tensors import as_bytes
 from weft.testing import run, spmd
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 COUNTS = [5, 0, 3, 4, 1, 2, 6]  # rows of each rank, one without any
 

@@ -13,7 +13,7 @@ import weft
 from weft.comm import buckets
 from weft.testing import spmd
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 LOCK = threading.Lock()
 
@@ -185,7 +185,7 @@ def test_gradients_that_are_not_what_their_memory_says(group):
         assert number == 0 or module.sign.grad.eq(-6).all()
 
 
-@spmd(2, on=("threads", "device"))
+@spmd(2, on=("threads", "verbs"))
 def test_gradients_in_steps(group, monkeypatch):
     monkeypatch.setattr(buckets, "ALONE", 100)
     monkeypatch.setattr(buckets, "BUCKET", 600)
@@ -272,7 +272,7 @@ def test_memory_of_the_callers_own_keeps_the_gradients(group):
     assert flat.eq(3).all()
 
 
-@spmd(3, on=("threads", "device"))
+@spmd(3, on=("threads", "verbs"))
 def test_a_sparse_gradient_that_is_none_is_called_by_its_name(group):
     module = Model()
     module(words(group.rank)).backward()

@@ -15,7 +15,7 @@ from weft.comm.named import local, of_module
 from weft.schedules import chain
 from weft.testing import spmd
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 DTYPES = (
     torch.float32,

@@ -14,7 +14,7 @@ from weft.sparse.rows import Rows
 from weft.testing import spmd
 from weft.testing.oracle import expected
 
-EVERYWHERE = ("threads", "device", "processes")
+EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 
 LOCK = threading.Lock()
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
@@ -190,7 +190,7 @@ def test_float16_means_of_what_would_overflow_in_a_sum(group):
     assert module.weight.grad.isinf().all()
 
 
-@spmd(4, on=("threads", "device"))
+@spmd(4, on=("threads", "verbs"))
 def test_half_the_bytes(group):
     part, sent = group.subset(range(4)), {}  # which reduces in posts, which are counted
     for wire_dtype in (None, *WIRE_DTYPES):

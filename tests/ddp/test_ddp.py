@@ -27,7 +27,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import in_case, in_default_group
-from gloo_rounds import as_device
 from weft import ddp
 from weft.base.errors import Error, WeftError, WireError
 from weft.base.pace import patient
@@ -110,13 +109,16 @@ def plain_ddp(model, **options):
     return DistributedDataParallel(model, process_group=group, **options)
 
 
-def trained(*sizes):
-    """A test: a rank's program within `weft.init`, in so many processes that have a group."""
+def trained(*sizes, wire=None):
+    """A test: a rank's program within `weft.init`, in so many processes that have a group.
+
+    `wire` is that of `weft.init`: "group" has all tensors go as those of an accelerator do.
+    """
 
     def decorate(body):
         @functools.wraps(body)
         def inside(group, tmp_path, **given):
-            with in_default_group(group, tmp_path), init(timeout=60):
+            with in_default_group(group, tmp_path), init(timeout=60, wire=wire):
                 body(**given)
 
         *own, _ = inspect.signature(inside, follow_wrapped=False).parameters.values()
@@ -910,12 +912,12 @@ def test_a_state_made_by_hand_compares_the_wire_dtype_in_backward():
             ours(torch.ones(1, 70)).sum().backward()
 
 
-# On an accelerator: tensors of the CPU go its way, over gloo in place of NCCL.
+# By the process group: tensors of the CPU go as those of an accelerator do, over gloo.
 
 
 @contextmanager
 def noted():
-    """What weft began on the group meanwhile, in order."""
+    """What weft began on process groups meanwhile, in order."""
     began = []
 
     def noting(name):
@@ -928,91 +930,109 @@ def noted():
         return begin
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_to_all_single"):
-            patch.setattr(dist, name, noting(name))
+        patch.setattr(dist, "all_reduce", noting("all_reduce"))
         yield began
 
 
-@trained(2, 1)
-def test_on_an_accelerator_gradients_are_the_same():
-    with as_device(), noted() as began:
+@trained(4, 2, 1, wire="group")
+def test_by_the_group_gradients_are_the_same():
+    with noted() as began:
         with_all_options(same_gradients)
-    assert set(began) <= {"all_reduce torch.float32", "all_to_all_single torch.uint8"}
-    assert len(set(began)) == min(dist.get_world_size(), 2)  # alone only the dense ones
+    assert {*began} == {"all_reduce torch.float32"} or dist.get_world_size() == 1
 
 
-@trained(4)
-def test_on_an_accelerator_tables_may_be_unused():
-    with as_device():
-        with_all_options(unused)
+@trained(4, wire="group")
+def test_by_the_group_tables_may_be_unused():
+    with_all_options(unused)
 
 
-@trained(2)
-def test_on_an_accelerator_the_group_carries_values_and_sums_what_is_dense():
+@trained(2, wire="group")
+def test_a_dense_bucket_is_one_sum_of_the_group():
     ours, plain = both({"bucket_cap_mb": 1e-5})
     for step in range(2):  # of which the second has the buckets for good
         for model in (ours, plain):
             model.zero_grad()
-        with as_device(), noted() as began:
+        with noted() as began:
             ours(words(step)).sum().backward()
         plain(words(step)).sum().backward()
         check_equal(ours, plain)
     assert began[:2] == ["all_reduce torch.float32"] * 2  # in the order of backward
-    assert began[-1] == "all_to_all_single torch.uint8"
 
 
-@trained(2)
-def test_on_an_accelerator_the_group_gets_the_wire_dtype():
+@trained(2, wire="group")
+def test_the_group_adds_halves_in_full_precision():
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(70, 300), nn.Linear(300, 3))
     ours, plain = (DistributedDataParallel(copy.deepcopy(model)) for _ in range(2))
     batch = torch.randn(2, 70, generator=torch.Generator().manual_seed(dist.get_rank()))
-    with as_device(), noted() as began:
+    with noted() as began:
         ddp.register(ours, wire_dtype=torch.float16)
         ours(batch).sum().mul(99).backward()  # numbers that are normal in float16, too
-    assert set(began) == {"all_reduce torch.float16"}
+    assert {*began} == {"all_reduce torch.float32"}
     plain.register_comm_hook(None, fp16_compress_hook)
     plain(batch).sum().mul(99).backward()
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
 
 
-@trained(2)
-def test_on_an_accelerator_ranks_may_run_out_of_data():
-    with as_device():
-        out_of_data({"find_unused_parameters": True})
+@trained(2, wire="group")
+def test_by_the_group_ranks_may_run_out_of_data():
+    for unused in (False, True):
+        out_of_data({"find_unused_parameters": unused})
+
+
+@trained(2, wire="group")
+def test_by_the_group_an_error_is_raised_as_itself_and_the_next_step_works():
+    with_all_options(an_error_and_the_next_step)
 
 
 @trained(2)
-def test_on_an_accelerator_an_error_is_raised_as_itself_and_the_next_step_works():
-    with as_device():
-        an_error_and_the_next_step({"find_unused_parameters": True})
-
-
-@trained(2)
-def test_on_an_accelerator_a_dense_gradient_is_this_ranks_own_after_an_error():
+def test_a_dense_gradient_is_this_ranks_own_after_an_error():
     def refuse(*args):
         raise WeftError("not now")
 
     for views in (False, True):
         model = registered(nn.Linear(3, 2), gradient_as_bucket_view=views)
-        with as_device(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of_models, "fast_all_reduce", refuse)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of_models, "reduce_dense", refuse)
             with pytest.raises(WeftError, match="not now"):
                 model(torch.ones(1, 3)).sum().mul(1 + dist.get_rank()).backward()
         assert model.module.weight.grad.eq(1 + dist.get_rank()).all()
 
 
-@trained(2)
-def test_on_an_accelerator_a_model_may_not_use_the_group_in_between():
-    model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
-    with as_device(), pytest.MonkeyPatch.context() as patch:
-        handle = "_passing_sync_batchnorm_handle"  # which wants a GPU
-        patch.setattr(DistributedDataParallel, handle, lambda *_: None)
-        with pytest.raises(WeftError, match=r"^rank 0: 1 is a SyncBatch.*new_group") as caught:
-            ddp.register(DistributedDataParallel(model))
-        same_on_all(str(caught.value))
-        ddp.register(DistributedDataParallel(model, process_group=dist.new_group()))
+class Summed(torch.autograd.Function):
+    """As SyncBatchNorm: in backward it uses the model's group, while gradients do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Summing(nn.Module):
+    def forward(self, x):
+        return Summed.apply(x)
+
+
+@trained(2, wire="group")
+def test_a_model_may_use_the_group_in_backward():
+    layers = [layer for _ in range(8) for layer in (nn.Linear(3, 3), Summing())]
+    model = nn.Sequential(*layers)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1)
+    options = {"bucket_cap_mb": 1e-5}
+    ours = registered(copy.deepcopy(model), **options)
+    plain = DistributedDataParallel(model, process_group=dist.new_group(), **options)
+    for _ in range(10):
+        for each in (ours, plain):
+            each.zero_grad()
+            each(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+        check_equal(ours, plain)
 
 
 @trained(2)
@@ -1026,16 +1046,16 @@ def test_buckets_that_torch_leaves_out_are_refused():
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_on_an_accelerator_who_fails_in_backward_is_named(sparse):
+def test_by_the_group_who_fails_in_backward_is_named(sparse):
     with pytest.raises(WireError) as caught:
-        launch(3, failing_as_on_an_accelerator, [sparse], env={"OMP_NUM_THREADS": "1"})
+        launch(3, failing_by_the_group, [sparse], env={"OMP_NUM_THREADS": "1"})
     notes = "\n".join(caught.value.__notes__)
     for rank in (1, 2):
         assert f"rank {rank} of 3 raised WireError: rank {rank}: rank 0 died while" in notes
 
 
-def failing_as_on_an_accelerator(sparse):
-    with as_device(), init(timeout=60):
+def failing_by_the_group(sparse):
+    with init(timeout=60, wire="group"):
         table = nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=sparse)
         wrapped = registered(table)
         for step in range(3):

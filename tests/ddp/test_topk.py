@@ -140,7 +140,7 @@ def test_what_is_not_sent_is_kept(group, settings, wire_dtype):
         torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-4 + 40 * off)
 
 
-@spmd(4, on=("threads", "device", "processes"))
+@spmd(4, on=("threads", "verbs", "processes", "gloo"))
 def test_the_largest_of_each_rank_are_averaged(group):
     tensors = [drawn(group, 1, 1000), drawn(group, 2, 30, 30).t(), drawn(group, 3, 64).bfloat16()]
     before = [each.clone() for each in tensors]

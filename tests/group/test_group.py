@@ -9,10 +9,8 @@ import weft
 from weft.base.devices import as_device
 from weft.bootstrap.outcome import results
 from weft.group.group import Group
-from weft.schedules import fast_all_reduce
 from weft.testing import spmd, threads
 from weft.testing.threads import on_groups
-from weft.wire.interface import Features
 
 CPU = torch.device("cpu")
 
@@ -62,42 +60,6 @@ def test_what_the_same_ranks_post_lies_in_the_same_rounds(group):
     posts = [posted(view, number) for number, view in enumerate((first, second, whole))]
     for pending, wanted in posts:
         assert [each.tolist() for each in pending.wait()] == [[one, one] for one in wanted]
-
-
-class Summing:
-    """A wire that says that it adds up, and has no rounds; else it is another one."""
-
-    features = Features(reduces=frozenset({("sum", torch.float32)}))
-
-    def __init__(self, below):
-        self.below = below
-
-    def __getattr__(self, name):
-        return getattr(self.below, name)
-
-    def drop(self):
-        pass
-
-
-def refuses(group, dtype):
-    text = rf"^cpu \(sums\) reduces no sum of {dtype} by itself among these ranks: call weft.sched"
-    with pytest.raises(weft.WeftError, match=text):
-        group.all_reduce(torch.ones(1, dtype=dtype), "sum")
-
-
-@spmd(3, on=("device",))
-def test_a_wire_that_reduces_does_so_over_all_of_its_ranks_alone(group):
-    """An error says the same on every rank: what carries tensors, and the remedy."""
-    group.session.carry_device(Summing(group.wire), "sums")
-    assert group.on(CPU).features.reduces and group.subset([2, 0, 1]).on(CPU).features.reduces
-    refuses(group.on(CPU), torch.float64)
-    if group.rank != 1:
-        part = group.subset([2, 0]).on(CPU)
-        assert part.wire is group.on(CPU).wire and not part.features.reduces
-        refuses(part, torch.float32)
-        total = torch.full((3,), float(group.rank))
-        fast_all_reduce(part, total, "sum").wait()  # in posts
-        assert total.tolist() == [2.0] * 3
 
 
 @spmd(4, on=("threads", "device"))

@@ -1,4 +1,5 @@
-"""`weft.schedules.dense`: the dense all-reduce in posts, on the threads wire, which is strict."""
+"""`weft.schedules.dense`: the dense all-reduce in posts, on the threads wire, which is strict; and
+by verbs."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cases import in_case, on_hosts
 from weft import WeftError
+from weft.base.tensors import as_bytes
 from weft.kernels import pool
 from weft.schedules import dense, hosts_of
-from weft.schedules.hosts import Grid
-from weft.testing import run
+from weft.testing import run, spmd
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -285,14 +287,66 @@ def test_the_link_of_a_host_carries_a_part_of_each_rank():
     assert sent == nbytes
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_who_has_all_contributions_adds_in_the_order_of_hosts_too(dtype, op):
-    """As over a wire in rounds, in which all ranks take part."""
-    grid = Grid(((0, 2), (1, 3)), (0, 2))
-    parts = floats(4, dtype)
-    wide = [part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts]
-    total = ((wide[0] + wide[2]) + (wide[1] + wide[3])) / (4 if op == "avg" else 1)
-    out = parts[3].clone()
-    dense.reduce([*parts[:3], out], op, out, grid)
-    assert torch.equal(out, total.to(dtype))
+# By verbs: of posts on threads, of a process group of gloo's between processes.
+
+
+def given_by(rank, dtype):
+    """Numbers of a rank, among them all that are special."""
+    draw = torch.Generator().manual_seed(rank)
+    if dtype in (*UNSIGNED, *SIGNED):
+        return integers(rank, dtype, 301)
+    if dtype is torch.bool:
+        return torch.rand(301, generator=draw) < 0.5
+    if dtype.is_complex:
+        return torch.randn(301, generator=draw, dtype=dtype)
+    found = torch.randn(301, generator=draw, dtype=torch.float64)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1.0, -1.0])
+    found[:64] = special[torch.randint(8, (64,), generator=draw)]
+    return found.to(dtype)
+
+
+@spmd(1, 2, 3, on=("verbs", "gloo"))
+def test_by_verbs_all_ranks_get_the_same_which_is_that_of_the_wire_but_for_the_order(group):
+    for dtype in (*UNSIGNED, *SIGNED, *FLOATS, torch.complex64, torch.bool):
+        given = [given_by(rank, dtype) for rank in range(group.size)]
+        for op in (*OPS, "avg"):
+            if dense.refuses(op, dtype):
+                continue
+            wanted = torch.empty_like(given[0])
+            dense.reduce(given, op, wanted)
+            found = given[group.rank].clone()
+            pending = group.worker.call(
+                op, lambda f=found, o=op: dense.dense_all_reduce(group, f, o)
+            )
+            assert pending.wait()[0] is found
+            is_rounded = (dtype.is_floating_point or dtype.is_complex) and op not in ("min", "max")
+            if is_rounded and group.size > 2:
+                torch.testing.assert_close(found, wanted, equal_nan=True)
+            else:
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+                numbers = ~wanted.isnan()
+                if dtype.is_floating_point:
+                    assert found.signbit()[numbers].equal(wanted.signbit()[numbers]), (dtype, op)
+            said = group.all_gather_bytes(as_bytes(found).numpy().tobytes(), bytes)
+            assert len({*said}) == 1, (dtype, op)
+
+
+@spmd(3, on=("gloo",))
+def test_a_process_group_reduces_in_one_collective_what_it_can(group, monkeypatch):
+    began = []
+    for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor"):
+        if collective := getattr(dist, name, None):
+            begin = functools.partial(noted, began, name, collective)
+            monkeypatch.setattr(dist, name, begin)
+    for dtype, op in ((torch.bfloat16, "avg"), (torch.complex64, "sum"), (torch.float64, "max")):
+        mine = torch.ones(9, dtype=dtype)
+        group.worker.call(op, lambda m=mine, o=op: dense.dense_all_reduce(group, m, o).wait())
+    assert began == ["all_reduce"] * 3
+    mine = torch.ones(9, dtype=torch.int16)
+    group.worker.call("sum", lambda: dense.dense_all_reduce(group, mine, "sum").wait())
+    assert len(began) == 4 and "all_gather" in began[-1]
+
+
+def noted(began, name, collective, *args, **kwargs):
+    began.append(name)
+    return collective(*args, **kwargs)

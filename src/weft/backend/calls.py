@@ -54,7 +54,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
 
     def job() -> list[Tensor]:
         place = flattened(plain(own))
-        reduce_in_place(group, "all_reduce", fields, [place], op)
+        reduce_in_place(group, "all_reduce", fields, place, op)
         _put(place, own)
         return [tensor]
 
@@ -63,7 +63,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
 
 def sparse_all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
     """Reduce a sparse tensor over all ranks, in place: it becomes the coalesced result."""
-    reduction = job_of(group, _combined(_as_given(tensor), op), op, "auto", None)
+    reduction = job_of(group, _combined(group, _as_given(tensor), op), op, "auto", None)
 
     def job() -> list[Tensor]:
         result = reduction.run()
@@ -100,7 +100,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
                 memory_of(part)[:] = theirs
         else:
             peers = group.peers
-            moved(_of_host(group), dict.fromkeys(peers, own), {peer: parts[peer] for peer in peers})
+            moved(group, dict.fromkeys(peers, own), {peer: parts[peer] for peer in peers})
             if not is_there:
                 parts[group.rank].copy_(own)
         _put(place, whole)
@@ -143,25 +143,19 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
 
 def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     """Reduce every rank's `parts[p]` on rank p, into its `out`."""
-    over = _of_host(group)
     step = max(1, dense.SCRATCH // group.size // out.itemsize)
     for start in range(0, len(out), step):
         chunks = [part[start : start + step] for part in parts]
         own = chunks[group.rank]
-        with over.lease(group.size * own.nbytes) as memory:
+        with group.lease(group.size * own.nbytes) as memory:
             terms = list(typed(memory, (group.size, len(own)), out.dtype))
             moved(
-                over,
+                group,
                 {peer: chunks[peer] for peer in group.peers},
                 {peer: terms[peer] for peer in group.peers},
             )
             terms[group.rank] = own
             dense.reduce(terms, op, out[start : start + step])
-
-
-def _of_host(group: Group) -> Group:
-    """The group as it carries tensors of the CPU."""
-    return group.on(torch.device("cpu"))
 
 
 def _elements(tensor: Tensor) -> Tensor:
@@ -229,7 +223,7 @@ def _as_given(tensor: Tensor) -> Tensor:
     return viewed if viewed is not None and viewed.is_complex() else tensor
 
 
-def _combined(tensor: Tensor, op: str) -> Tensor:
+def _combined(group: Group, tensor: Tensor, op: str) -> Tensor:
     """A sparse tensor whose entries may be reduced one by one.
 
     Entries of one index are its summands, which only a sum may take so. A tensor in which something
@@ -237,6 +231,6 @@ def _combined(tensor: Tensor, op: str) -> Tensor:
     """
     if op in ("sum", "avg") or op not in OPS or OPS[op].refuses(tensor.dtype):
         return tensor
-    if wrong_gradient("a tensor", tensor) or index_outside(tensor):
+    if wrong_gradient("a tensor", tensor) or index_outside(group, {"a tensor": tensor}):
         return tensor  # `coalesce` would write out of bounds
     return tensor.coalesce()

@@ -290,3 +290,9 @@ def flattened(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor, 1-D, in the same memory."""
     # not view(-1): what expand() makes of one element is contiguous, too, with a stride of 0
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def there(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers in the dtype and on the device of a tensor, for which the host does not wait."""
+    made = torch.tensor(numbers, dtype=like.dtype, pin_memory=not like.is_cpu)
+    return made.to(like.device, non_blocking=True)

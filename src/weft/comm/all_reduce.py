@@ -1,8 +1,8 @@
 """`all_reduce`: a tensor combined over all ranks, element by element; every rank gets the same.
 
-A small tensor of the host goes along with the opening, where statements are direct; then that is
-the one round there is. Others are reduced by a schedule (`schedules.dense`). Contributions combine
-in one order, so that all ranks get the same bits.
+A small tensor that the wire carries goes along with the opening; then that is the one round there
+is. Others are reduced by a schedule (`schedules.dense`). Contributions combine in one order, so
+that all ranks get the same bits.
 
 The gradient of a sum is the sum of the gradients, that of an average their average: each rank has
 its own loss, and what is differentiated is their sum. The gradient of an extremum goes to the
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import shown
-from ..base.devices import on_host
 from ..base.errors import check, entry, meant
 from ..base.memory import fresh, memory_of
 from ..base.tensors import has_elements, lacking
@@ -31,7 +30,7 @@ from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
-from .buckets import reduce_dense
+from ..verbs.carrier import carried_by, verbs_of
 from .differentiable import Linear, apply
 from .staging import most_to_all, unfollowed
 
@@ -57,7 +56,8 @@ def all_reduce(
 
     Returns:
         A new tensor, on the device of `tensor`. Ranks are added in rank order; of a large tensor,
-        where hosts have several ranks and as many each, those of a host first. Half precision is
+        where hosts have several ranks and as many each, those of a host first. A process group that
+        carries the tensor, such as NCCL's, adds in an order of its own. Half precision is
         added (for "avg" also divided) in float32 and rounded once; integers wrap. If the tensor of
         some rank requires a gradient, the results of all ranks do, and all must run backward. The
         gradient of "sum" is the sum of the gradients of all ranks' results, that of "avg" their
@@ -132,13 +132,11 @@ class Reduction(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         given = tensors[0]
-        over = self.group.on(given.device)
         shape = tuple(given.shape)
         with preparing(self.group, self.name):
-            check(over.refusal)
             total = fresh(shape, given.dtype, given.device).copy_(given)
-        fields = {"op": self.op, **self.fields, "shape": shape, "device": over.route}
-        opening = reduce_in_place(self.group, self.name, fields, [total], self.op, mode=mode)
+        fields = {"op": self.op, **self.fields, "shape": shape}
+        opening = reduce_in_place(self.group, self.name, fields, total, self.op, mode=mode)
         self.number = opening.number
         if opening.records and self.op in ("min", "max"):
             self.attains = (given == total) | (given.isnan() & total.isnan())
@@ -149,38 +147,28 @@ def reduce_in_place(
     group: Group,
     call: str,
     fields: Mapping[str, object],
-    tensors: Sequence[Tensor],
+    tensor: Tensor,
     op: str,
     *,
     mode: Mode = PLAIN,
 ) -> Opening:
-    """Open a call, and reduce tensors over all ranks; collective.
+    """Open a call, and reduce a tensor over all ranks; collective.
 
     Args:
-        group, call, fields, mode: of the opening, in which the sizes of the tensors are
-            compared.
-        tensors: contiguous, of one dtype and one device, each in memory of its own; each becomes
-            what is reduced.
+        group, call, fields, mode: of the opening, in which the size of the tensor is compared.
+        tensor: contiguous; becomes what is reduced.
         op: one of `weft.kernels.OPS`, which there is for the dtype.
     """
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    goes_along = nbytes <= most_to_all(group) and all(map(on_host, tensors))
     with preparing(group, call):  # there may be no memory
-        own = bytearray().join(map(memory_of, tensors)) if goes_along else b""
+        verbs = verbs_of(group, tensor.device)
+        goes_along = verbs is None and tensor.nbytes <= most_to_all(group)
+        own = bytearray(memory_of(tensor) if goes_along else b"")
+    fields = {**fields, "device": carried_by(verbs)}
     opening = opened(group, call, fields, own, mode=mode)
-    if goes_along:
-        _reduce_told(opening.bodies(nbytes), tensors, op)
-    else:
-        reduce_dense(group, tensors, op)
+    if not goes_along:
+        dense.dense_all_reduce(group, tensor, op).wait()
+    elif own:
+        bodies = opening.bodies(tensor.nbytes)
+        parts = [torch.frombuffer(each, dtype=tensor.dtype) for each in bodies]
+        dense.reduce(parts, op, tensor)
     return opening
-
-
-def _reduce_told(told: Sequence[memoryview], tensors: Sequence[Tensor], op: str) -> None:
-    """Reduce what each rank has told of all tensors, one behind the other."""
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.nbytes
-        if tensor.nbytes:
-            parts = [torch.frombuffer(each[start:end], dtype=tensor.dtype) for each in told]
-            dense.reduce(parts, op, tensor)
-        start = end

@@ -2,7 +2,8 @@
 
 In the opening exchange every rank tells each other rank the shape of its tensor, and sends the
 tensor along if it is small: one round. Larger tensors are sent from their own memory and received
-in the result's, between all pairs of ranks at once.
+in the result's, between all pairs of ranks at once. Tensors that the wire does not carry, small or
+large, go by one verb, of all ranks.
 
 The adjoint of sending tensors is sending their gradients back: the same collective again.
 """
@@ -17,14 +18,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..base.devices import on_host
 from ..base.errors import check, entry
 from ..base.memory import fresh, memory_of
-from ..base.tensors import Shape, wrong_dims
+from ..base.tensors import Shape, as_bytes, wrong_dims
 from ..call.attempt import preparing
 from ..call.mode import Mode
 from ..call.opening import opened
 from ..group import default
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.interface import Verbs
 from .differentiable import Linear, apply
 from .staging import most_to_each, moved, unsendable
 
@@ -100,35 +102,51 @@ class Scatter(Linear):
         return Scatter(self.group, name)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        group, like = self.group, tensors[self.group.rank]
-        over = group.on(like.device)
-        fields = {**self.fields, "dtype": like.dtype, "device": over.route}
-        eager = most_to_each(group)
-        if not on_host(like):  # nothing is sent along, not even empty tensors
-            eager = [-1] * group.size
+        group = self.group
+        like = tensors[group.rank]
         with preparing(group, self.name):  # there may be no memory
-            check(over.refusal)
-            told = [*map(_stated, tensors, eager)]
-        told[group.rank] = b""
-        private = [[each] for each in told]
+            verbs = verbs_of(group, like.device)
+            eager = most_to_each(group) if verbs is None else [-1] * group.size
+            statements = [*map(_stated, tensors, eager)]
+        statements[group.rank] = b""
+        fields = {**self.fields, "dtype": like.dtype, "device": carried_by(verbs)}
+        private = [[each] for each in statements]
         opening = opened(group, self.name, fields, mode=mode, private=private)
         self.number = opening.number
-        heard = opening.private
-        results = list(tensors)
-        results[group.rank] = fresh(tuple(like.shape), like.dtype, like.device).copy_(like)
-        outgoing: dict[int, Tensor] = {}
-        incoming: dict[int, Tensor] = {}
+        shapes = [tuple(like.shape)] * group.size
+        along: dict[int, Tensor] = {}
         for peer in group.peers:
-            shape, came = group.decode(peer, "a tensor", _read, heard[peer], like.dtype)
-            results[peer] = fresh(shape, like.dtype, like.device)
-            if came is None:
-                incoming[peer] = results[peer]
-            else:
-                results[peer].copy_(came)
-            if tensors[peer].nbytes > eager[peer]:
-                outgoing[peer] = tensors[peer]
-        moved(over, outgoing, incoming)
+            said = opening.private[peer]
+            shapes[peer], came = group.decode(peer, "a tensor", _read, said, like.dtype)
+            if came is not None:
+                along[peer] = came
+        if verbs is not None:
+            return _exchanged(verbs, tensors, shapes), opening.records
+        results = [fresh(shape, like.dtype) for shape in shapes]
+        results[group.rank].copy_(like)
+        for peer, came in along.items():
+            results[peer].copy_(came)
+        large = [peer for peer in group.peers if tensors[peer].nbytes > eager[peer]]
+        outgoing = {peer: tensors[peer] for peer in large}
+        moved(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
         return results, opening.records
+
+
+def _exchanged(verbs: Verbs, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    """Send a tensor to each rank and receive one of each of these shapes, by one verb."""
+    dtype = tensors[0].dtype
+    mine = torch.cat([*map(as_bytes, tensors)])  # not everything is there for all dtypes
+    comes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    found = verbs.exchange(mine, [tensor.nbytes for tensor in tensors], comes).view(dtype)
+    results = []
+    start = 0
+    for shape in shapes:
+        # no view of another tensor, which autograd would not let a caller change
+        part = found.new_empty(0)
+        part.set_(found.untyped_storage(), start, shape)  # type: ignore[call-overload]  # as it is
+        results.append(part)
+        start += part.numel()
+    return results
 
 
 def _stated(tensor: Tensor, eager: int) -> bytes:

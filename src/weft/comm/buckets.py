@@ -24,6 +24,7 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..sparse.request import travelling
+from ..verbs.carrier import carried_by, verbs_of
 from ..wire.interface import Lease
 
 ALONE = 1 << 20  # bytes of a tensor that is sent from its own memory
@@ -42,19 +43,24 @@ def reduce_dense(
         op: one of `weft.kernels.OPS`, which there is for their dtypes.
         wire_dtype: the dtype that wider floating-point numbers, and their sums, are rounded to.
     """
-    in_buckets(group, tensors, lambda over, flat: dense_all_reduce(over, flat, op), wire_dtype)
+    in_buckets(group, tensors, lambda flat: dense_all_reduce(group, flat, op), wire_dtype)
 
 
-def refusal_of(group: Group, tensors: Iterable[Tensor]) -> str | None:
-    """Why nobody carries one of these tensors, which is told before any are sent; or None."""
-    refusals = (group.on(device).refusal for device in {each.device for each in tensors})
-    return next(filter(None, refusals), None)
+def carriers_of(group: Group, tensors: Iterable[Tensor]) -> str:
+    """Who carries tensors, for the opening of a call.
+
+    Raises:
+        WeftError: nobody carries one of them.
+    """
+    devices = {each.device for each in tensors}
+    names = {carried_by(verbs_of(group, device)) for device in devices}
+    return ", ".join(sorted(names))
 
 
 def in_buckets(
     group: Group,
     tensors: Iterable[Tensor],
-    start: Callable[[Group, Tensor], Pending],
+    start: Callable[[Tensor], Pending | None],
     wire_dtype: torch.dtype | None = None,
     *,
     given: bool = True,
@@ -65,7 +71,7 @@ def in_buckets(
     Args:
         group: the ranks that take part.
         tensors: of the same shapes and dtypes on every rank; they are written.
-        start: starts the collective, given a group and the 1-D memory of a bucket.
+        start: starts the collective, given the 1-D memory of a bucket; None: it is through.
         wire_dtype: the dtype that wider floating-point numbers are rounded to.
         given: whether the collective reads this rank's tensors.
         taken: whether the result is copied to this rank's tensors.
@@ -133,19 +139,26 @@ class _UnderWay:
     def __init__(self, bucket: _Bucket) -> None:
         self._bucket = bucket
 
-    def start(self, group: Group, start: Callable[[Group, Tensor], Pending], given: bool) -> None:
+    def start(self, group: Group, start: Callable[[Tensor], Pending | None], given: bool) -> None:
         """Start the collective on the bucket, and on what is `given` in its tensors."""
         bucket = self._bucket
         first = bucket.pieces[0]
-        over = group.on(first.device)
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first
         else:
-            self._lease = over.lease(bucket.count * bucket.dtype.itemsize)
-            self._flat = typed(self._lease.tensor, (bucket.count,), bucket.dtype)
+            self._flat = self._workspace(group, first.device)
             for place, piece in self._places() if given else ():
                 place.copy_(piece)
-        self._pending = start(over, self._flat)
+        self._pending = start(self._flat)
+
+    def _workspace(self, group: Group, device: torch.device) -> Tensor:
+        """Memory of the bucket's own, on the device of its tensors."""
+        shape = (self._bucket.count,)
+        dtype = self._bucket.dtype
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        self._lease = group.lease(self._bucket.count * dtype.itemsize)
+        return typed(self._lease.tensor, shape, dtype)
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The pieces, each with its place in the workspace before it."""
@@ -154,10 +167,12 @@ class _UnderWay:
 
     def end(self, taken: bool) -> None:
         """Wait for the result and, if `taken`, copy it to the tensors."""
-        self._pending.wait()
-        if self._lease is not None:
+        if self._pending is not None:
+            self._pending.wait()
+        if self._flat is not self._bucket.pieces[0]:
             for place, piece in self._places() if taken else ():
                 write(piece, place)
+        if self._lease is not None:
             self._lease.release()
         for tensor, copy in self._bucket.copies if taken else ():
             write(tensor, copy)

@@ -99,7 +99,8 @@ def clip_grad_norm_(
                     parts[groups[parameter]].append(gradient)
     # first of all what may raise an error on all ranks: the norm of a DTensor has others wait
     doubles = {groups[weight] for weight in groups if weight.dtype == torch.float64}
-    norms_of_shards = _norms_over(parts, doubles, most, p, error)
+    devices = {group: weight.device for weight, group in reversed(groups.items())}
+    norms_of_shards = _norms_over(parts, devices, doubles, most, p, error)
     whole = [each for parameter, each in values.items() if parameter not in groups]
     norms = [_norm(each, p) for each in whole if each.numel()] + norms_of_shards
     total = nn.utils.get_total_norm(norms, p)  # the norm of norms is that of all values
@@ -166,6 +167,7 @@ def _norm(values: Tensor, p: float) -> Tensor:
 
 def _norms_over(
     parts: dict[Group, list[Tensor]],
+    devices: dict[Group, torch.device],
     doubles: Collection[Group],
     most: float,
     p: float,
@@ -173,7 +175,8 @@ def _norms_over(
 ) -> list[Tensor]:
     """The norm of the values that the ranks of each group have; collective over each of them.
 
-    It is of float64 for the groups of `doubles`, which have weights of it, else of float32.
+    It is on the device that the group has in `devices`, of float64 for the groups of `doubles`,
+    which have weights of it, else of float32.
 
     Raises:
         WeftError: some rank's arguments are wrong, or differ. All groups have heard of it by then.
@@ -187,9 +190,9 @@ def _norms_over(
         try:
             with preparing(group, _NAME):
                 check(error)
-                norms = [_norm(each, p) for each in values if each.numel()] or [torch.zeros(())]
-                # one copy
-                own = torch.stack([norm.to(norms[0].device) for norm in norms]).cpu().double()
+                nothing = torch.zeros((), device=devices[group])
+                norms = [nothing, *(_norm(each, p) for each in values if each.numel())]
+                own = torch.stack([norm.to(nothing.device) for norm in norms]).double()
                 own = own.amax() if math.isinf(p) else (own**p).sum()
             total = apply(reduction, [own])[0]
         except WeftError as first:

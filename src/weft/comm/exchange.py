@@ -17,7 +17,9 @@ from ..base.errors import check, entry
 from ..base.tensors import serves, wrong_dims
 from ..call.attempt import preparing
 from ..group import default
+from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
+from ..verbs.group import read
 from .all_to_all import Scatter
 from .differentiable import Differentiable
 from .staging import unsendable
@@ -82,7 +84,7 @@ def exchange(
     group = default.resolve(group)
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
-        check(_wrong(rows, to, group.size) or wrong_wire_dtype(wire_dtype, rows.dtype))
+        check(_wrong(rows, to, group) or wrong_wire_dtype(wire_dtype, rows.dtype))
         nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
         chosen = [nothing if some is None else some for some in to]
         counts = [some.numel() for some in chosen]
@@ -138,13 +140,13 @@ def wrong_rows(rows: object) -> str | None:
     return None
 
 
-def _wrong(rows: Tensor, to: object, size: int) -> str | None:
+def _wrong(rows: Tensor, to: object, group: Group) -> str | None:
     """What is wrong with what a caller passed, or None."""
     if error := wrong_rows(rows):
         return error
-    if not isinstance(to, list | tuple) or len(to) != size:
+    if not isinstance(to, list | tuple) or len(to) != group.size:
         count = f"{len(to)} entries" if isinstance(to, list | tuple) else type(to).__name__
-        return f"to is {count} for {size} ranks: pass a list with indices for each"
+        return f"to is {count} for {group.size} ranks: pass a list with indices for each"
     given = {rank: some for rank, some in enumerate(to) if some is not None}
     for rank, some in given.items():
         if error := unsendable(f"to[{rank}]", some):
@@ -156,7 +158,7 @@ def _wrong(rows: Tensor, to: object, size: int) -> str | None:
         if some.device != rows.device:
             return f"to[{rank}] is on {some.device}, rows on {rows.device}: pass one device"
     ends = [end.long() for some in given.values() if some.numel() for end in some.aminmax()]
-    found = iter(torch.stack(ends).tolist() if ends else ())  # one wait for a device
+    found = iter(read(group, torch.stack(ends)) if ends else ())
     for rank in (rank for rank, some in given.items() if some.numel()):
         low, high = next(found), next(found)
         if low < 0 or high >= rows.shape[0]:

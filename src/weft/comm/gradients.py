@@ -26,7 +26,8 @@ from ..kernels.ops import DTYPES
 from ..schedules import dense
 from ..sparse.api import job_of
 from ..sparse.request import outside, wrong_wire_dtype
-from .buckets import reduce_dense, refusal_of
+from ..verbs.group import read
+from .buckets import carriers_of, reduce_dense
 from .named import (
     digest,
     local,
@@ -72,8 +73,9 @@ def sync_grads(
             Other gradients are sent unchanged.
 
     If some rank has a gradient for a parameter, all ranks have one afterwards, with the same bits.
-    Dense gradients are reduced in place if possible, and ranks added as by `weft.all_reduce`;
-    sparse ones as by `weft.sparse_all_reduce`.
+    Dense gradients are reduced in place if possible, and ranks added as by `weft.all_reduce` (a
+    process group that carries them, such as NCCL's, has an order of its own); sparse ones as by
+    `weft.sparse_all_reduce`.
 
     Raises:
         WeftError: modules or arguments differ, naming the first difference and the ranks; the same
@@ -160,9 +162,11 @@ class Synchronised:
         states = {name: _state(gradients.get(name)) for name in self.of}
         wrong = itertools.starmap(self._wrong, gradients.items())
         with preparing(self.group, NAME):
-            check(next(filter(None, wrong), None) or refusal_of(self.group, self.of.values()))
+            carriers = carriers_of(self.group, self.of.values())
+            check(next(filter(None, wrong), None) or index_outside(self.group, gradients))
+        fields = {**self._fields, "device": carriers}
         body = bytes(states.values())
-        opening = opened(self.group, NAME, self._fields, body, digest=digest(self.manifest))
+        opening = opened(self.group, NAME, fields, body, digest=digest(self.manifest))
         if opening.equal:
             return dict(zip(self.of, opening.mask(len(body)), strict=True))
         raise_difference(self.group, NAME, self.manifest)
@@ -172,7 +176,7 @@ class Synchronised:
         what = f"the gradient of {name!r}"
         if error := wrong_gradient(what, gradient):
             return error
-        if refused := dense.refuses(self._op, gradient.dtype) or index_outside(gradient):
+        if refused := dense.refuses(self._op, gradient.dtype):
             return f"{what}: {refused}"
         parameter = self.of[name]
         if (gradient.dtype, gradient.shape) != (parameter.dtype, parameter.shape):
@@ -233,13 +237,25 @@ def without_rows(like: Tensor, dims: int = 1) -> Tensor:
     )
 
 
-def index_outside(gradient: Tensor) -> str | None:
-    """Which index of a sparse gradient is none of its shape, or None; `to_dense` does not look."""
-    if gradient.layout != torch.sparse_coo or not gradient._nnz():
-        return None
-    ends = torch.stack(gradient._indices().aminmax(dim=1)).tolist()  # one wait for a device
-    bounds = zip(*ends, gradient.shape, strict=False)
-    return next(filter(None, itertools.starmap(outside, bounds)), None)
+def index_outside(group: Group, gradients: Mapping[str, Tensor]) -> str | None:
+    """Which index of a sparse gradient is none of its shape, or None; `to_dense` does not look.
+
+    Args:
+        group: under whose deadline the host waits for a device, once for all gradients there.
+        gradients: by name, which is in the error.
+    """
+    of_devices: dict[torch.device, dict[str, Tensor]] = {}
+    for name, gradient in gradients.items():
+        if gradient.layout == torch.sparse_coo and gradient._nnz():
+            of_devices.setdefault(gradient.device, {})[name] = gradient
+    for sparse in of_devices.values():
+        found = [torch.stack(each._indices().aminmax(dim=1)).t() for each in sparse.values()]
+        ends = iter(read(group, torch.cat(found).flatten()))
+        for name, gradient in sparse.items():
+            for height in gradient.shape[: gradient.sparse_dim()]:
+                if error := outside(next(ends), next(ends), height):
+                    return f"the gradient of {name!r}: {error}"
+    return None
 
 
 def _state(gradient: Tensor | None) -> int:

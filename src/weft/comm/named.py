@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..base.devices import on_host
 from ..base.errors import WeftError, check, conclusion
 from ..base.tensors import extent, shares_elements, unreadable
 from ..call.mode import PLAIN
@@ -75,7 +74,7 @@ def of_module(module: object, *, buffers: bool) -> tuple[dict[str, Tensor], Mani
 def description(kind: str, tensor: Tensor) -> str:
     """A tensor of a module in words, for its manifest; `kind` is "parameter" or "buffer"."""
     place = local(tensor)
-    where = "" if on_host(place) else f"{place.device.type} "
+    where = "" if place.is_cpu else f"{place.device.type} "
     return f"a {where}{kind} of {place.dtype} of shape {tuple(place.shape)}{shard_of(tensor)}"
 
 
@@ -130,7 +129,7 @@ def shares_calls(module: nn.Module, group: Group) -> bool:
 
     Those on an accelerator go over torch's process group, of which a line of calls has none.
     """
-    groups = groups_of_shards(each for each in module.parameters() if on_host(each))
+    groups = groups_of_shards(each for each in module.parameters() if each.is_cpu)
     return any(each.session is group.session for each in groups.values())
 
 

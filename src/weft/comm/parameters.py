@@ -1,35 +1,28 @@
 """`sync_params`: every rank's module becomes what it is on one rank.
 
 All names, dtypes, shapes and shared tensors are compared before anything is overwritten. Then the
-bytes go in `buckets`:
-
-* of the host along a chain of ranks, in chunks (`schedules.chain`), so that each rank receives and
-  sends them at most once;
-* of an accelerator in two exchanges: each rank is sent a part, and sends that to the others, as van
-  de Geijn's broadcast does; Thakur, Rabenseifner and Gropp, "Optimization of collective
-  communication operations in MPICH" (IJHPCA 2005), section 4.2.
+bytes go in `buckets`: on the wire along a chain of ranks, in chunks (`schedules.chain`), so that
+each rank receives and sends them at most once; what it does not carry goes by one verb a bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import root_in, wrong_root
-from ..base.devices import on_host
 from ..base.errors import check, entry
 from ..base.tensors import as_bytes, mark_overwritten, plain
 from ..call.attempt import preparing
 from ..call.opening import opened
 from ..group import default
-from ..group.channels import PARAMETERS
 from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules.chain import Chain
-from .buckets import in_buckets, refusal_of
+from ..verbs.carrier import verbs_of
+from .buckets import carriers_of, in_buckets
 from .named import digest, local, of_module, raise_difference
 
 _NAME = "sync_params"
@@ -73,9 +66,9 @@ def sync_params(module: torch.nn.Module, group_src: int = 0, group: object = Non
 
     def job() -> None:
         with preparing(group, _NAME):
-            check(refusal_of(group, found.values()))
+            fields = {"group_src": root, "device": carriers_of(group, found.values())}
         with torch.no_grad():
-            opening = opened(group, _NAME, {"group_src": root}, digest=digest(manifest))
+            opening = opened(group, _NAME, fields, digest=digest(manifest))
             if not opening.equal:
                 raise_difference(group, _NAME, manifest)
             _broadcast(group, root, found.values())
@@ -90,10 +83,12 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
     values = [plain(place) for place in places]
     chain = [*range(source, group.size), *range(source)]
 
-    def start(over: Group, memory: Tensor) -> Pending:
-        if on_host(memory):
-            return Chain(over, chain, memory).start()
-        return ScatterAllGather(over, source, memory).start()
+    def start(memory: Tensor) -> Pending | None:
+        verbs = verbs_of(group, memory.device)
+        if verbs is None:
+            return Chain(group, chain, memory).start()
+        verbs.broadcast(memory, source)
+        return None
 
     in_buckets(group, map(as_bytes, values), start, given=here, taken=not here)
     if here:
@@ -102,46 +97,3 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
         if value is not place:
             place.copy_(value)
     mark_overwritten(owners)
-
-
-class ScatterAllGather(Pending):
-    """Memory on its way in equal parts: one to each rank, then from there to all others.
-
-    `start` it, then `wait`, once.
-    """
-
-    def __init__(self, group: Group, source: int, memory: Tensor) -> None:
-        """
-        Args:
-            group: the ranks that take part.
-            source: the rank whose memory goes to all.
-            memory: of the same length and dtype on every rank; filled, but for that of `source`.
-        """
-        self._group = group
-        self._source = source
-        self._memory = memory
-        self._parts = memory.tensor_split(group.size)
-        self._scatter: Pending | None = None
-
-    def start(self) -> Self:
-        """Begin: the source sends each rank its part."""
-        group = self._group
-        if group.rank == self._source:
-            parts = [(peer, self._parts[peer]) for peer in group.peers]
-            self._scatter = group.post(parts, (), PARAMETERS)
-        else:
-            own_part = (self._source, self._parts[group.rank])
-            self._scatter = group.post((), [own_part], PARAMETERS)
-        return self
-
-    def wait(self) -> list[Tensor]:
-        assert self._scatter is not None  # it was started
-        self._scatter.wait()
-        group = self._group
-        own_part = self._parts[group.rank]
-        sends = [(peer, own_part) for peer in group.peers if peer != self._source]
-        recvs = []
-        if group.rank != self._source:
-            recvs = [(peer, self._parts[peer]) for peer in group.peers]
-        group.post(sends, recvs, PARAMETERS).wait()
-        return [self._memory]

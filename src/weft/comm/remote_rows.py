@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..base.arguments import as_integer, shown, truth
 from ..base.errors import WeftError, check, entry
+from ..base.tensors import there
 from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
 from ..sparse.request import outside, wrong_wire_dtype
+from ..verbs.group import read
 from .all_to_all import Scatter
 from .differentiable import apply
 from .exchange import rows_sent, wrong_rows
@@ -79,20 +80,17 @@ def remote_rows(indices: Tensor, count: int, group: object = None) -> RemoteRows
         own = torch.tensor([count])
     # each rank tells the others how many rows it has
     counts = torch.cat(apply(Scatter(group, f"{_NAME} (counts)"), [own] * group.size))
-    bounds = [0, *counts.cumsum(0).tolist()]
+    bounds = [0, *read(group, counts.cumsum(0))]
     first = bounds[group.rank]
     end = bounds[group.rank + 1]
 
     with preparing(group, f"{_NAME} (indices)"):
         indices = indices.contiguous()  # such as a column of edges, which torch searches slowly
-        distinct = torch.unique(indices)  # sorted, so those of one owner are together
-        check(_outside(distinct, bounds[-1]))
-        remote = distinct[(distinct < first) | (distinct >= end)].long()
+        remote, cuts = _remote(group, indices, bounds)
         rows = count + remote.numel()
         if rows > torch.iinfo(indices.dtype).max:
             raise WeftError(f"{rows} rows are more than {indices.dtype} counts: pass int64")
         # each rank tells the owners which of their rows it needs, as they count them
-        cuts = kernels.read(torch.searchsorted(remote, remote.new_tensor(bounds)))
         needs = [
             remote[cuts[owner] : cuts[owner + 1]] - bounds[owner] for owner in range(group.size)
         ]
@@ -208,11 +206,39 @@ def _wrong(indices: object, count: object) -> str | None:
     return None
 
 
-def _outside(distinct: Tensor, total: int) -> str | None:
-    """What is wrong with sorted indices of the rows of all ranks, or None."""
-    if distinct.numel() == 0:
-        return None
-    low, high = kernels.read(torch.stack([distinct[0], distinct[-1]]).long())
+def _remote(group: Group, indices: Tensor, bounds: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """The rows of other ranks among indices, sorted, each once; and where those of each begin.
+
+    The host waits for a device once.
+
+    Args:
+        group: of the ranks.
+        indices: of this rank, contiguous.
+        bounds: for each rank the number of its first row, and the number of all rows.
+
+    Raises:
+        WeftError: an index is not that of a row.
+    """
+    ordered = indices.flatten().sort().values.long()
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    is_own = (ordered >= bounds[group.rank]) & (ordered < bounds[group.rank + 1])
+    is_taken = is_first & ~is_own
+    # how many are taken before each place
+    counts = torch.cat([ordered.new_zeros(1), is_taken.cumsum(0)])
+    cuts_there = counts[torch.searchsorted(ordered, there(bounds, ordered))]
+    known = torch.cat([cuts_there, counts[-1:], ordered[:1], ordered[-1:]])
+    found = read(group, known)
+    *cuts, total = found[: len(bounds) + 1]
+    if indices.numel():
+        check(_outside(found[-2], found[-1], bounds[-1]))
+    slots = torch.where(is_taken, counts[:-1], total)  # all others in one behind
+    remote = ordered.new_empty(total + 1).scatter_(0, slots, ordered)
+    return remote[:total], cuts
+
+
+def _outside(low: int, high: int, total: int) -> str | None:
+    """What is wrong with the least and the greatest index of the rows of all ranks, or None."""
     error = outside(low, high, None)
     if error is None and high >= total:
         error = f"index {high} is outside of the {total} rows that all ranks have: count from 0"

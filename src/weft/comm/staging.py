@@ -1,4 +1,4 @@
-"""Which tensors can be sent, which go along with an opening, and how the others move."""
+"""Which tensors can be sent, which go along with an opening, and how the wire moves the others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def moved(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, T
     """Send tensors to peers and receive others; collective.
 
     Args:
-        group: the group for the device of the tensors. If it is `lockstep`, all ranks take part.
+        group: the ranks that take part; its wire carries the tensors.
         outgoing: what to send, by peer; contiguous, and as large as the tensor that the peer
             receives into. Empty tensors are not sent.
         incoming: the tensors to receive into, by peer; contiguous.
@@ -77,5 +77,5 @@ def moved(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, T
     recvs = [
         (p, incoming[p]) for p in reversed(group.peers) if p in incoming and incoming[p].numel()
     ]
-    if outgoing or incoming or group.features.lockstep:
+    if outgoing or incoming:
         group.post(sends, recvs, TENSORS).wait()

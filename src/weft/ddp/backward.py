@@ -1,12 +1,9 @@
 """What happens in backward: the communication hook, and the errors of what it began.
 
-On an accelerator everything uses the model's own group. NCCL demands that all ranks start the same
-collectives of a group in the same order. Buckets come in the same order on all ranks, and the
-worker of the group starts their collectives, sparse and dense ones, in that order. The collectives
-that DistributedDataParallel itself starts on the group come before the first bucket or, since the
-hook of the last bucket waits for the worker, after the last one. Collectives that the model's own
-backward starts there would come in between, in no fixed order: `register` refuses a `SyncBatchNorm`
-on the same group.
+What carries a bucket is asked in its call, on weft's own thread: for tensors of an accelerator that
+is a process group of weft's own. Its collectives come in the order of the buckets, which is the
+same on all ranks, and do not mix with those that DistributedDataParallel, or a layer such as
+SyncBatchNorm, starts on the model's group.
 
 Streams: a bucket is reduced in weft's stream of its device, after the work that is in the stream of
 backward when the hook is called. That work has written the gradient: like torch's own hooks, these
@@ -33,7 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..base._torch import at_end_of_backward, backward_id, uncompiled
-from ..base.devices import Aside, Streams, on_host
+from ..base.devices import Aside, Streams
 from ..base.errors import WeftError, WireError, check
 from ..call.attempt import preparing
 from ..call.opening import opened
@@ -139,10 +136,6 @@ def _future(state: State, step: Step, bucket: dist.GradBucket) -> Future[Tensor]
         future = step.tables.add(gradient)
         if not step.is_open:
             _reduce_tables(state, step)
-    if bucket.is_last() and not on_host(gradient):
-        # Behind this hook DistributedDataParallel may begin to reduce which parameters were used,
-        # over the same group. So the worker begins all that waits first; no stream is waited for.
-        state.group.worker.call("ddp last bucket", lambda: None)
     return future
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple, TypeGuard
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.devices import on_host
 from .state import State
 
 
@@ -40,22 +38,12 @@ def is_table(part: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
 
 
 def interferes(ddp_model: DistributedDataParallel) -> str | None:
-    """What in a model would keep gradients from being reduced, or use the group meanwhile."""
+    """What in a model would keep gradients from being reduced."""
     if getattr(ddp_model, "skip_all_reduce_unused_params", False):
         return (
             "the model has skip_all_reduce_unused_params=True, which leaves out buckets that the "
             "hook waits for: leave it False"
         )
-    if on_host(next(ddp_model.parameters())):
-        return None
-    for name, part in ddp_model.module.named_modules():
-        used = getattr(part, "process_group", None) or dist.group.WORLD
-        if isinstance(part, nn.SyncBatchNorm) and used is ddp_model.process_group:
-            return (
-                f"{name or 'the module'} is a SyncBatchNorm, whose backward uses the group while "
-                "gradients do: give DistributedDataParallel one of its own, "
-                "process_group=torch.distributed.new_group()"
-            )
     return None
 
 

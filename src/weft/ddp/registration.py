@@ -59,11 +59,11 @@ def register(
     Raises:
         WeftError: `ddp_model` is not a DistributedDataParallel, and there are several ranks; it has
             a communication hook already; `wire_dtype` is wrong or differs between ranks; a table
-            with sparse gradients is the weight of another layer, too; or a `SyncBatchNorm` on an
-            accelerator has the same group; the same text on every rank. Later, from `backward()`:
-            a gradient is sparse, or dense, where DistributedDataParallel expects the other (of a
-            dense parameter in the first backward of a static graph perhaps on its rank alone); or
-            the errors of the calls. Then `.grad` holds this rank's own values; the next step works.
+            with sparse gradients is the weight of another layer, too; the same text on every rank.
+            Later, from `backward()`: a gradient is sparse, or dense, where DistributedDataParallel
+            expects the other (of a dense parameter in the first backward of a static graph perhaps
+            on its rank alone); or the errors of the calls. Then `.grad` holds this rank's own
+            values; the next step works.
         WireError: from `backward()`: a peer or a link failed.
 
     Example:

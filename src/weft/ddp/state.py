@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
-from ..base.devices import on_host
 from ..base.errors import check
 from ..call.attempt import preparing
 from ..call.opening import opened
 from ..comm.buckets import reduce_dense
 from ..group import process_group
 from ..group.group import Group
-from ..schedules import fast_all_reduce
 from ..sparse import Record, last_call
-from ..sparse.request import travelling, wrong_wire_dtype
+from ..sparse.request import wrong_wire_dtype
 from .outermost import Outermost
 from .step import Step
 
@@ -132,19 +130,12 @@ class State:
 
     def reduction(self, bucket: dist.GradBucket) -> Callable[[Group, Tensor], None]:
         """What reduces a dense bucket, in place, in a call whose turn it is."""
-
         # complex numbers come as real ones, and are sent as they are
         is_real = not any(each.is_complex() for each in bucket.parameters())
         wire_dtype = self.wire_dtype if is_real else None
 
         def reduction(group: Group, gradient: Tensor) -> None:
-            if on_host(gradient):
-                reduce_dense(group, [gradient], "avg", wire_dtype)
-                return
-            # divided first: a sum may overflow. Aside: what is not reduced stays this rank's own
-            sent = gradient.div(group.size).to(travelling(gradient.dtype, wire_dtype))
-            fast_all_reduce(group.on(gradient.device), sent, "sum").wait()
-            gradient.copy_(sent)
+            reduce_dense(group, [gradient], "avg", wire_dtype)
 
         return reduction
 

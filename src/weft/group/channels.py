@@ -38,11 +38,8 @@ CHAIN = OWN + 6
 TENSORS = OWN + 7
 """Tensors of `weft.all_to_all` and `weft.exchange`."""
 
-PARAMETERS = OWN + 8
-"""Parameters of a module."""
-
-LAYERS = OWN + 9
+LAYERS = OWN + 8
 """Boxes of tensors that layers move."""
 
-VERBS = OWN + 10
+VERBS = OWN + 9
 """What verbs move, where posts carry them."""

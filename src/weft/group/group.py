@@ -36,7 +36,7 @@ from ..base.errors import Error, WeftError, WireError, entry, summed_up
 from ..base.memory import Pool, tensor_of
 from ..records.traffic import Traffic
 from ..wire import interface
-from ..wire.interface import Features, Lease, Recv, Reducing, Send, Wire
+from ..wire.interface import Features, Lease, Recv, Send, Wire
 from .channels import OPENINGS, SMALL
 from .pending import Exchange, InBothWays, Pending, Round, Telling, WithOwn
 from .route import Route
@@ -167,26 +167,6 @@ class Group:
         posted = session.use("posted messages", rounds.post, outgoing, incoming, channel)
         session.traffic.count(sends)
         return Round(session, posted, route)
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        """Start reducing over all ranks, in place, where `features.reduces` has it.
-
-        What carries the tensors does it, in whatever order is fastest there.
-
-        Raises:
-            WireError: the group is broken or closed.
-            WeftError: `features.reduces` has it not; the same on every rank.
-        """
-        if (op, tensor.dtype) not in self.features.reduces:
-            raise WeftError(
-                f"{self.route} reduces no {op} of {tensor.dtype} by itself among these ranks: call "
-                "weft.schedules.fast_all_reduce, which reduces in posts where the wire does not"
-            )
-        wire = self.wire
-        assert isinstance(wire, Reducing)
-        alias = tensor.detach()  # the caller may give its tensor other memory meanwhile
-        pending = self.session.use("began a reduction", wire.all_reduce, alias, op)
-        return Round(self.session, pending, self._route)
 
     def tell(
         self,

@@ -4,7 +4,7 @@ An algorithm is written with these and with `weft.kernels`.
 """
 
 from .chain import Chain
-from .dense import dense_all_reduce, fast_all_reduce
+from .dense import dense_all_reduce
 from .hosts import Hosts, hosts_of
 
-__all__ = ["Chain", "Hosts", "dense_all_reduce", "fast_all_reduce", "hosts_of"]
+__all__ = ["Chain", "Hosts", "dense_all_reduce", "hosts_of"]

@@ -1,9 +1,9 @@
-"""Dense all-reduce in posts alone: its schedule, its arithmetic, and what it costs.
+"""Dense all-reduce: its schedule in posts, its arithmetic, what it costs; and that by verbs.
 
-Small tensors go from each to all and every rank reduces them itself: one round. Larger ones are
-cut into one part for each rank; part p of every rank goes to rank p, which reduces it and sends the
-result to all. A rank receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in chunks, so
-that one chunk is reduced while the next is on its way.
+In posts small tensors go from each to all and every rank reduces them itself: one round. Larger
+ones are cut into one part for each rank; part p of every rank goes to rank p, which reduces it and
+sends the result to all. A rank receives 2 (P-1)/P of the tensor's bytes, whatever P is. They go in
+chunks, so that one chunk is reduced while the next is on its way.
 
 Where hosts have several ranks, as many each, a part is one of a host's: what the ranks of a host
 have of it is reduced there, then, alike, what the hosts have of it, and the result goes to the
@@ -13,9 +13,10 @@ Source: reduce-scatter followed by all-gather, Rabenseifner, "Optimization of Co
 Operations", ICCS 2004, with a direct exchange in place of the butterflies.
 
 Contributions are combined in rank order, those of a host first, by one rank (or alike by all), so
-every rank gets the same bits. Half precision, and float8, is accumulated in float32 and rounded
-once. In min and max a NaN wins and -0.0 is less than 0.0 (IEEE 754-2019), as in the sparse
-reductions.
+every rank gets the same bits. Tensors that the wire does not carry are reduced by the process group
+that does (`by_verbs`): in its own order, and every rank gets the same bits, too. Half precision,
+and float8, is accumulated in float32 and rounded once. In min and max a NaN wins and -0.0 is less
+than 0.0 (IEEE 754-2019), as in the sparse reductions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..base.devices import on_host
 from ..base.errors import WeftError
 from ..base.tensors import flattened
 from ..group.channels import GATHERS, SCATTERS
@@ -35,11 +35,12 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..kernels import pool
 from ..kernels.ops import OPS, Op
-from .hosts import Grid, grid_of
+from ..verbs.carrier import verbs_of
+from ..verbs.interface import Verbs
+from .hosts import grid_of
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
-LARGE = 256 << 20  # the same on an accelerator, where each exchange costs more
 # elements that are combined at once, in memory that stays in the cache; of more than these torch
 # would give a part to threads of its own
 BLOCK = 1 << 15
@@ -52,11 +53,13 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 _SAME_BITS = (torch.add, torch.mul, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor)
 _EXTREMA = {OPS["min"].function: torch.minimum, OPS["max"].function: torch.maximum}
 _OF_BOOLS = {torch.add: torch.logical_or, torch.mul: torch.logical_and}
+# integers of the size of floating-point numbers, of which the bits can be put in the same order
+_ORDERED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _IN_PLACE = (*_SAME_BITS, *_EXTREMA)  # functions that serve here for every dtype, with `out`
 
 
 def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
-    """Start reducing `tensor` (contiguous, CPU) over all ranks, in place.
+    """Start reducing `tensor` (contiguous) over all ranks, in place, in a call that is open.
 
     Every rank gets the same bits. `op` is one of `weft.kernels.OPS`; "avg" is of floating point and
     complex numbers; int16 and float16 work here even where the wire below refuses them. `wait()`
@@ -66,27 +69,63 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     be under way.
 
     Raises:
-        WeftError: the op is unknown, or torch cannot apply it to this dtype.
+        WeftError: the op is unknown, or torch cannot apply it to this dtype; or nobody carries the
+            tensors of this device.
     """
     if reason := refuses(op, tensor.dtype):
         raise WeftError(f"rank {group.rank_in_errors(group.rank)}: {reason}")
     if group.size == 1 or not tensor.numel():
         group.post()  # which raises if the group is broken
         return _Reduction(tensor)
-    if tensor.nbytes <= SMALL and on_host(tensor):
+    verbs = verbs_of(group, tensor.device)
+    if verbs is not None:
+        by_verbs(verbs, tensor, op)
+        return _Reduction(tensor)
+    if tensor.nbytes <= SMALL:
         return _Whole(group, tensor, op).start()
-    grid = grid_of(group) if on_host(tensor) else None
+    grid = grid_of(group)
     if grid is None:
-        return _Parts(group, tensor, op, grid).start()
+        return _Parts(group, tensor, op).start()
     across = group.subset(grid.column(group.rank))
-    return _Parts(group.subset(grid.row), tensor, op, across=across).start()
+    return _Parts(group.subset(grid.row), tensor, op, across).start()
 
 
-def fast_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
-    """As `dense_all_reduce`, but in whatever order is fastest: by the wire, if it reduces."""
-    if (op, tensor.dtype) in group.features.reduces:
-        return group.all_reduce(tensor, op)
-    return dense_all_reduce(group, tensor, op)
+def by_verbs(verbs: Verbs, tensor: Tensor, op: str) -> None:
+    """Reduce a tensor (contiguous) over all ranks by verbs, in place; the same bits on every rank.
+
+    Whatever carries the tensors reduces them, in its order, what it can: half precision widened and
+    rounded once, complex numbers as pairs of real ones, and extrema as integers, since not every
+    backend has NaN win. Other dtypes and ops each rank reduces itself, in rank order.
+    """
+    is_pairs = tensor.is_complex() and OPS[op].function is torch.add
+    real = torch.view_as_real(tensor) if is_pairs else tensor
+    wide = real.float() if _is_narrow(real.dtype) else real
+    ordered = _ORDERED.get(wide.dtype)
+    if ordered is not None and OPS[op].function in _EXTREMA and verbs.reduces(op, ordered):
+        _reduce_in_order(verbs, wide, op, ordered)
+    elif verbs.reduces(op, wide.dtype):
+        verbs.all_reduce(wide, op)
+    else:
+        parts = verbs.all_gather(flattened(tensor))
+        reduce(parts.view(verbs.size, -1).unbind(), op, tensor)
+        return
+    if wide is not real:
+        real.copy_(wide)
+
+
+def _reduce_in_order(verbs: Verbs, tensor: Tensor, op: str, dtype: torch.dtype) -> None:
+    """Reduce floating-point numbers to an extremum as integers in the same order.
+
+    Of negative ones all bits but the sign are turned around, so -0.0 is less than 0.0. NaN gets the
+    sign with which it is the first, or the last, of all.
+    """
+    limits = torch.iinfo(dtype)
+    last = limits.min if op == "min" else limits.max
+    numbers = tensor.view(dtype)
+    turned = numbers ^ ((numbers >> (limits.bits - 1)) & limits.max)
+    turned.masked_fill_(tensor.isnan(), last)
+    verbs.all_reduce(turned, op)
+    numbers.copy_(turned ^ ((turned >> (limits.bits - 1)) & limits.max))
 
 
 class _Reduction(Pending):
@@ -131,32 +170,22 @@ class _Whole(_Reduction):
 class _Parts(_Reduction):
     """Each rank reduces its part and sends it to all, chunk by chunk: `start` it, then `wait`."""
 
-    def __init__(
-        self,
-        group: Group,
-        tensor: Tensor,
-        op: str,
-        grid: Grid | None = None,
-        across: Group | None = None,
-    ) -> None:
+    def __init__(self, group: Group, tensor: Tensor, op: str, across: Group | None = None) -> None:
         """
         Args:
             group: the ranks among which parts are divided.
             tensor, op: of the reduction.
-            grid: whose rows are reduced first, of these ranks; None: they are one.
             across: the ranks of other hosts, over which a part is reduced, too; None: nobody.
         """
         super().__init__(tensor)
         self._group = group
-        self._grid = grid
         self._across = across
         self._op = op
         self._flat = flattened(tensor)
         grain = max(1, _ALIGN // tensor.element_size())  # elements
         # elements of a rank's part; the last part may have fewer
         self._part = -(-len(self._flat) // group.size // grain) * grain
-        scratch = SCRATCH if on_host(tensor) else LARGE
-        chunk = scratch // (group.size - 1) // tensor.element_size()
+        chunk = SCRATCH // (group.size - 1) // tensor.element_size()
         self._step = max(grain, chunk // grain * grain)  # elements of a chunk
         self._lane = 0
         self._scatter: Pending | None = None  # of the next chunk
@@ -208,7 +237,7 @@ class _Parts(_Reduction):
         told = dict(zip(group.peers, pending.wait(), strict=True)) | {group.rank: own}
         parts = [told[rank] for rank in range(group.size)]
         if self._across is None:
-            reduce(parts, self._op, own, self._grid)
+            reduce(parts, self._op, own)
         else:
             total = partial(parts, self._op, own.dtype)
             dense_all_reduce(self._across, total, _of_partials(self._op)).wait()
@@ -239,8 +268,8 @@ def _refuses(op: str, found: Op, dtype: torch.dtype) -> str | None:
     return None
 
 
-def reduce(parts: Sequence[Tensor], op: str, out: Tensor, grid: Grid | None = None) -> None:
-    """Reduce the contributions of all ranks, which are in memory here.
+def reduce(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """Reduce the contributions of all ranks, which are on one device here.
 
     Large ones are divided among weft's own threads (`kernels.pool`). torch's would spin for work
     where ranks share cores, so they get blocks that are too small to be divided again.
@@ -250,20 +279,14 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor, grid: Grid | None = No
             are not changed.
         op: one of `weft.kernels.OPS`.
         out: contiguous; may be one of the parts.
-        grid: whose rows are reduced first, as where they are hosts that do so themselves.
     """
-    if grid is not None:
-        of_rows = [[parts[rank] for rank in row] for row in grid.rows]
-        totals = [partial(each, op, out.dtype) for each in of_rows]
-        complete(partial(totals, op, totals[0].dtype), op, len(parts), out)
-        return
     dtype = out.dtype
     into = flattened(out).view(_SIGNED.get(dtype, dtype))
     seen = [part.view(into.dtype) for part in parts]
     if len(seen) == 1:
         into.copy_(seen[0])
         return
-    step = BLOCK if on_host(into) else max(1, len(into))
+    step = BLOCK if into.is_cpu else max(1, len(into))
     inference = torch.is_inference_mode_enabled()  # which a thread does not know of another
 
     def reduce_range(start: int, end: int) -> None:
@@ -273,7 +296,7 @@ def reduce(parts: Sequence[Tensor], op: str, out: Tensor, grid: Grid | None = No
                 blocks = [part[first:last] for part in seen]
                 _reduce_block(blocks, OPS[op], dtype, into[first:last])
 
-    pool.run(reduce_range, len(into), into.nbytes * len(seen) if on_host(into) else 0)
+    pool.run(reduce_range, len(into), into.nbytes * len(seen) if into.is_cpu else 0)
 
 
 def partial(parts: Sequence[Tensor], op: str, dtype: torch.dtype) -> Tensor:
