@@ -192,20 +192,20 @@ def test_who_tells_no_statement_is_named(size, what):
 
 def test_a_statement_of_another_rank_is_refused():
     def forged(raw):
-        (statement,) = unpack(memoryview(raw), ())
+        (statement,) = unpack(memoryview(raw), ()).values()
         return statement._replace(rank=2).pack()
 
-    check_blame(3, 1, forged, r"ranks \[2\], and not of range\(1, 2\)")
+    check_blame(3, 1, forged, r"ranks \[2\], and not of \[1\]")
 
 
 def test_a_bundle_with_the_statements_of_other_ranks_is_refused():
     def forged(raw):
-        statements = unpack(memoryview(raw), ())
+        statements = [*unpack(memoryview(raw), ()).values()]
         if len(statements) != 2:
             return raw
         return bundle(statements[0], [statements[1]._replace(rank=5)])
 
-    check_blame(18, 2, forged, r"ranks \[2, 5\], and not of range\(2, 4\)")
+    check_blame(18, 2, forged, r"ranks \[2, 5\], and not of \[2, 3\]")
 
 
 def test_a_fingerprint_that_many_state_is_in_a_bundle_once():
@@ -218,7 +218,7 @@ def test_a_fingerprint_that_many_state_is_in_a_bundle_once():
     message = bundle(some[0], some[1:])
     assert message.count(b"x" * 100) == 2  # with that of the rank that tells it
     found = unpack(memoryview(message), alike)
-    assert sorted(found, key=lambda each: each.rank) == some
+    assert [found[rank] for rank in range(1024)] == some
 
 
 def test_a_statement_fits_in_a_meeting():

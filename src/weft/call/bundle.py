@@ -10,7 +10,7 @@ rounds, and tells it all statements after them. `voice` numbers those that speak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -54,7 +54,7 @@ def swaps(rank: int, ranks: int) -> Iterator[tuple[int, range]]:
 
 def statements_of_all(
     group: Group, mine: Statement, watch: Callable[[Awaited], object] | None
-) -> list[Statement]:
+) -> dict[int, Statement]:
     """Swap bundles until every rank knows every statement; collective.
 
     If any rank watches who comes, every rank sends every rank an empty message. A rank that watches
@@ -62,7 +62,7 @@ def statements_of_all(
     so that none of these messages is left over.
 
     Returns:
-        The statements in rank order.
+        The statements by rank.
     """
     notices = None
     if watch is not None:
@@ -72,14 +72,13 @@ def statements_of_all(
     for peer, ranks in swaps(group.rank, group.size):
         others = [each for rank, each in known.items() if rank != group.rank]
         message = _swapped(group, peer, bundle(mine, others))
-        heard = statements_in(group, mine, peer, memoryview(message))
-        known = group.decode(peer, "a statement", _by_rank, heard, ranks) | known
+        known = statements_in(group, mine, peer, memoryview(message), ranks) | known
     if notices is None and any(each.watched for each in known.values()):
         notices = _notices(group)
     if notices is not None:
         notices.wait()
         notices.release()
-    return [known[rank] for rank in range(group.size)]
+    return known
 
 
 def _notices(group: Group) -> Pending:
@@ -109,39 +108,30 @@ def _swapped(group: Group, peer: int, message: bytearray) -> bytearray:
     start = 0
     while start <= max(len(message), len(heard)):
         telling = group.tell(message[start : start + CAP], CAP, to=[peer])
-        heard += telling.wait()[peer > group.rank]  # both are told, in rank order
+        heard += telling.wait()[peer]
         start += CAP
     return heard
 
 
-def _by_rank(heard: list[Statement], ranks: range) -> dict[int, Statement]:
-    """The statements by rank. Raises ValueError if they are of others than these ranks."""
-    found = {each.rank: each for each in heard}
-    if found.keys() != set(ranks):
-        raise ValueError(f"they are of ranks {[*found]}, and not of {ranks}")
-    return found
-
-
-def statement_of(group: Group, mine: Statement, peer: int, message: memoryview) -> Statement:
-    """The statement in a message in which a peer tells its own; raises as `statements_in`."""
-    heard = statements_in(group, mine, peer, message)
-    if heard[0].rank != peer or heard[1:]:
-        group.decode(peer, "a statement", _by_rank, heard, range(peer, peer + 1))
-    return heard[0]
-
-
-def statements_in(group: Group, mine: Statement, peer: int, message: memoryview) -> list[Statement]:
-    """The statements in a peer's message.
+def statements_in(
+    group: Group, mine: Statement, peer: int, message: memoryview, ranks: Sequence[int]
+) -> dict[int, Statement]:
+    """The statements in a peer's message, by rank.
 
     Raises:
-        WireError: it is something else; or of another call, which is not of these ranks.
+        WireError: it is something else; or of other ranks than these; or of another call, which is
+            not of the ranks of this one.
     """
     statements = group.decode(peer, "a statement", unpack, message, mine.fields)
-    for each in statements:
+    for each in statements.values():
         if each.fields is not mine.fields and each.members != mine.members:
             places = {
                 group.rank_in_errors(group.rank): mine.place,
                 group.rank_in_errors(peer): each.place,
             }
             raise group.session.fail(None, crossed(places))
+    if set(statements) != set(ranks):
+        sender = group.rank_in_errors(peer)
+        of_others = f"is of ranks {[*statements]}, and not of {[*ranks]}"
+        raise group.fail(peer, f"rank {sender} sent a statement that {of_others}")
     return statements

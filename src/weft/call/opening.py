@@ -39,7 +39,7 @@ from ..group.channels import SMALL
 from ..group.group import Group
 from ..group.pending import Awaited, Telling
 from .agreement import conclusion_of
-from .bundle import statement_of, statements_of_all
+from .bundle import statements_in, statements_of_all
 from .fingerprint import Fields, encoded, fingerprint
 from .mode import PLAIN, Mode
 from .statement import (
@@ -168,18 +168,16 @@ def opened(
         digest=digest,
     )
     is_first = group.worker.enter(group.global_ranks, group.members, stated)
-    if group.size == 1:
-        statements = [mine]
-    elif group.size <= DIRECT:
+    by_rank = {group.rank: mine}
+    if 1 < group.size <= DIRECT:
         telling = _tell(group, mine, private, opens=is_first)
         if watch is not None:
             watch(telling)
-        statements = [
-            mine if peer == group.rank else statement_of(group, mine, peer, message)
-            for peer, message in enumerate(telling.wait())
-        ]
-    else:
-        statements = statements_of_all(group, mine, watch)
+        for peer, message in telling.wait().items():
+            by_rank |= statements_in(group, mine, peer, message, [peer])
+    elif group.size > DIRECT:
+        by_rank = statements_of_all(group, mine, watch)
+    statements = [by_rank[rank] for rank in range(group.size)]
     opening = _concluded(group, statements)
     if private is not None:
         opening.private = _heard_in_private(group, statements, private)

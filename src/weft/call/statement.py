@@ -114,13 +114,14 @@ class Statement(NamedTuple):
         return bytearray().join([head, text, error, gap, body, bytes(-own % _ALIGNED), *private])
 
 
-def unpack(raw: memoryview, like: Fields) -> list[Statement]:
-    """The statements in a message. Those with the fingerprint `like` are not parsed for it.
+def unpack(raw: memoryview, like: Fields) -> dict[int, Statement]:
+    """The statements in a message, by rank; the fingerprint `like` is not parsed.
 
     Raises:
         ValueError, struct.error: there is something else in it.
     """
-    found: list[Statement] = []
+    found: dict[int, Statement] = {}
+    fields = like
     expected = encoded(like)
     length = len(raw)
     begin = 0
@@ -134,11 +135,9 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
             head = bytes(raw[begin : begin + _HEAD.size])
             raise ValueError(f"{head.hex()}, of {length - begin} bytes")
         spelled = raw[begin + _HEAD.size : middle]
-        if found and not text:
-            fields = found[-1].fields
-        else:
+        if text or not found:  # else those of the statement before
             fields = like if spelled == expected else fields_in(bytes(spelled).decode())
-        statement = Statement(
+        found[rank] = Statement(
             rank,
             number,
             fields,
@@ -147,7 +146,6 @@ def unpack(raw: memoryview, like: Fields) -> list[Statement]:
             raw[after : after + private],
             *rest,
         )
-        found.append(statement)
         begin = after + private + -private % _ALIGNED
     return found
 

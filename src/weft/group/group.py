@@ -210,13 +210,11 @@ class Group:
             ranks = [self._ranks[peer] for peer in near]
             everybody = [session.rank, *ranks]
             meeting = session.use("came to a meeting", wire.meet, message, everybody)
-            told = [memoryview(message)] * len(near)
+            lengths = [len(message)] * len(near)
             if counted is not None:
-                told = [memoryview(message)[: counted[peer]] for peer in near]
-            session.traffic.count([*zip(ranks, told, strict=True)])
-        pending = InBothWays(meeting, messages)
-        own = self.rank, message
-        return Telling(session, pending, own, [*near, *far], opens=opens)
+                lengths = [counted[peer] for peer in near]
+            session.traffic.count_bytes([*zip(ranks, lengths, strict=True)])
+        return Telling(session, InBothWays(meeting, messages), [*near, *far], opens=opens)
 
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.

@@ -192,7 +192,6 @@ class Telling(Awaited):
         self,
         session: Session,
         pending: InBothWays,
-        own: tuple[int, bytearray],
         peers: Sequence[int],
         *,
         opens: bool,
@@ -201,30 +200,25 @@ class Telling(Awaited):
         Args:
             session: whose wire it is.
             pending: what the peers tell.
-            own: this rank, and what it tells.
             peers: who tells something, in the order of what is received.
             opens: as in `Awaited`.
         """
         self.session = session
         self.pending = pending
         self.opens = opens
-        self._own = own
         self._peers = peers
 
-    def wait(self) -> list[memoryview]:
-        """Wait until all are here; what each tells, in rank order, this rank's own too; once.
+    def wait(self) -> dict[int, memoryview]:
+        """Wait until all are here; what each of the others tells, by its rank; once.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
         """
-        rank, message = self._own
         try:
-            told = dict(zip(self._peers, self.session.wait_for(self), strict=True))
+            return dict(zip(self._peers, self.session.wait_for(self), strict=True))
         finally:
             if self.pending.messages is not None:  # which were copied
                 self.session.release(self.pending.messages)
-        told[rank] = memoryview(message)
-        return [told[each] for each in sorted(told)]
 
     def awaited(self) -> list[int]:
         return self.pending.waiting_for()

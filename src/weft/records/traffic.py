@@ -35,7 +35,7 @@ class Traffic:
         self.to: Counter[int] = Counter()
         self.waited = 0.0
 
-    def count(self, sends: Sequence[tuple[int, Tensor | memoryview]]) -> None:
+    def count(self, sends: Sequence[tuple[int, Tensor]]) -> None:
         """Add messages, each given with the peer it goes to."""
         self.count_bytes([(peer, message.nbytes) for peer, message in sends])
 
