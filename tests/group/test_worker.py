@@ -174,7 +174,7 @@ def test_a_job_of_several_calls_has_one_turn(group):
 def test_who_leaves_says_what_it_had_come_to_also_where_it_dropped_the_group():
     def body(group):
         weft.barrier(group=group)
-        return group.worker.history
+        return tuple(group.worker.history)
 
     groups = threads.group(3)
     with ThreadPoolExecutor(3) as pool:
@@ -206,7 +206,7 @@ def test_ranks_come_to_calls_that_are_made_inside_others_and_to_those_of_some_ra
             weft.barrier(group=group.subset([1, 0]))
         weft.attempt(lambda: None, group, name="load")
         assert worker.entered is None
-        return around, worker.history
+        return around, tuple(worker.history)
 
     (around, *others), histories = zip(*run(3, body), strict=True)
     assert around == ("several", None) and others == [around] * 2

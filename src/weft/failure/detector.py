@@ -112,8 +112,8 @@ class Detector:
         verdict: what broke the session, or None.
         leavers: the ranks that said bye, each with where it was then.
         progress: a weak reference to a function that says how far this rank is.
-        history: as for a `Place`. The detector has it, since a bye tells of it, and may be said
-            when nothing else is left of the session.
+        history: as for a `Place`, which the worker adds to. The detector has it, since a bye tells
+            of it, and may be said when nothing else is left of the session.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Detector:
         self._idle_since = time.monotonic()  # when a wait ended last
         self.links = links
         self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
-        self.history: tuple[Entered, ...] = ()
+        self.history: Sequence[Entered] = ()
         # what ends this rank's waits, and what says what is known to be wrong; see `guard`
         self._end_waits: Callable[[Verdict], None] = lambda verdict: None
         self._find_fault: Callable[[], Verdict | None] = lambda: None
@@ -609,7 +609,7 @@ class Detector:
             waiting = of or first
             since = self._since(waiting)
             progress = self._progress()
-            history = self.history
+            history = tuple(self.history)
             if self._waiting() is first:
                 break
         awaits = None
@@ -646,7 +646,7 @@ class Detector:
             seconds=time.monotonic() - since,
             raised=last_error.since(since, handled=True),
             entered=progress.entered,
-            history=self.history,
+            history=tuple(self.history),
         )
 
     def _progress(self) -> Progress:

@@ -151,6 +151,7 @@ class Session:
         self.detector = detector
         if detector is not None:
             detector.progress = weakref.WeakMethod(self._progress)
+            detector.history = self.worker.history
             detector.guard(self._wires.abort, self._wires.find_fault)
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
@@ -398,11 +399,6 @@ class Session:
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was in {where}")
         return None if self._broken is None else self._broken.error(self.rank)
-
-    def note_calls(self, history: tuple[Entered, ...]) -> None:
-        """Have the detector know the last calls that this rank has come to."""
-        if self.detector is not None:
-            self.detector.history = history
 
     def raise_for(
         self, error: BaseException, doing: str, wait: Waited[Any] | None = None

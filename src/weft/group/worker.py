@@ -73,9 +73,6 @@ class Member(Protocol):
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, on account of this one."""
 
-    def note_calls(self, history: tuple[Entered, ...]) -> None:
-        """Note the last calls that this rank has come to: others are told, also as it leaves."""
-
 
 class Worker:
     """The calls of one rank on one group, one at a time, in the order they were made.
@@ -96,7 +93,7 @@ class Worker:
         now: the record of that call, or None.
         prepares: the name of a call whose arguments are looked at, or "".
         entered: the same call, once this rank has come to it: see `enter`; any thread reads it.
-        history: the last calls that this rank has come to.
+        history: the last calls that this rank has come to; any thread copies it.
 
     Example:
         >>> from weft.testing import threads
@@ -119,7 +116,7 @@ class Worker:
         self.prepares = ""
         self.now: CallStats | None = None
         self.entered: Entered | None = None
-        self.history: tuple[Entered, ...] = ()
+        self.history: deque[Entered] = deque(maxlen=REMEMBERED)
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False
         self._forks = 0  # how many parents of this process had this, perhaps with calls under way
@@ -221,8 +218,7 @@ class Worker:
         self._counts[ranks] = number
         call.has_met = True
         self.entered = Entered(members, number, fields[0][1])
-        self.history = (*self.history[1 - REMEMBERED :], self.entered)
-        self.member().note_calls(self.history)
+        self.history.append(self.entered)
         return True
 
     def submit(
