@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,6 +50,9 @@ _no_modes = _private("_C.DisableTorchFunction")
 _dispatching = _private("_C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_of_kind = _private("_C._get_dispatch_mode") or (lambda kind: None)
 _FAKE = _private("_C._TorchDispatchModeKey.FAKE")
+_PROXY = _private("_C._TorchDispatchModeKey.PROXY")
+_is_included = _private("_C._dispatch_tls_is_dispatch_key_included") or (lambda key: False)
+_PRE_DISPATCH = _private("_C.DispatchKey.PreDispatch")
 _no_dispatching = _private("utils._python_dispatch._disable_current_modes") or nullcontext
 _transform = _private("_C._functorch.peek_interpreter_stack")
 _no_transforms = _private("_C._DisableFuncTorch")
@@ -79,7 +81,7 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         if _modes is not None and not _modes() and not _dispatching():
             return function(*args, **kwargs)
-        was = getattr(_caller, "is_traced", False)
+        was = _caller.is_traced
         _caller.is_traced = is_traced()
         try:
             with _no_modes(), _no_dispatching():
@@ -90,7 +92,13 @@ def without_modes(function: Callable[P, T]) -> Callable[P, T]:
     return inside
 
 
-_caller = threading.local()  # of a function without modes
+class _Caller(threading.local):
+    """Whether the caller of the function without modes that this thread is in is traced."""
+
+    is_traced = False
+
+
+_caller = _Caller()
 
 
 def is_tracing() -> bool:
@@ -101,14 +109,12 @@ def is_tracing() -> bool:
     """
     if _jit_traces is not None and _jit_traces():
         return True
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # nobody traces without it
-    mode = getattr(tracer, "get_proxy_mode", None)
-    return mode is not None and mode() is not None
+    return _mode_of_kind(_PROXY) is not None or _is_included(_PRE_DISPATCH)
 
 
 def is_traced() -> bool:
     """Whether that is so here, or where a function without modes, that this is in, was called."""
-    return getattr(_caller, "is_traced", False) or is_tracing()
+    return _caller.is_traced or is_tracing()
 
 
 def without_transforms(function: Callable[P, T]) -> Callable[P, T]:
