@@ -186,7 +186,7 @@ class TcpMeeting:
         self.messages: list[bytes | bytearray | None] = [None] * (turn.peers.count + 1)
         self.messages[turn.peers.own_place] = message
         self.missing = turn.peers.count and turn.peers.count + 1
-        self.without_room: list[int] = []
+        self.without_room: set[int] = set()
 
     def wait(self, timeout: float | None = None) -> list[bytes | bytearray]:
         if self.missing:
@@ -196,7 +196,7 @@ class TcpMeeting:
     def waiting_for(self) -> list[int]:
         peers = self.turn.peers
         late = {peer for peer in peers.ranks if self.messages[peers.place[peer]] is None}
-        return sorted(late.union(self.without_room))
+        return sorted(late | self.without_room)
 
 
 class Meetings:
@@ -234,26 +234,31 @@ class Meetings:
         self.reached = loops["reached"]
         self.find = loops["find"]
         self.confirm = loops["confirm"]
+        everybody: dict[int, shm.Segment | shm.Peer] = {**segments}
+        if segment is not None:
+            everybody[wire.rank] = segment
         # held, so that it stays mapped whatever closes the wire in the middle of something
-        self._memory = {peer: memoryview(each.pages) for peer, each in segments.items()}
-        if segment is not None:
-            self._memory[wire.rank] = memoryview(segment.pages)
-        self._bases = {peer: each.address for peer, each in segments.items()}
-        if segment is not None:
-            self._bases[wire.rank] = segment.address
+        self._memory = {rank: memoryview(each.pages) for rank, each in everybody.items()}
+        self._bases = {rank: each.address for rank, each in everybody.items()}
         self._slots_at = _start_of_slots(wire.size)
         # of each slot the turn whose message it has; None: it had none
         self._slots: list[_Turn | None] = [None] * (DEPTH * len(segments) + 1)
-        # by peer: where this rank's line for it lies, its line for this rank, and its page
+        # by peer: where this rank's line for it lies, its line for this rank, and its page; and
+        # the bytes of its segment
         self._places = {
-            peer: (self.line(wire.rank, peer), self.line(peer, wire.rank), self.page(peer))
-            for peer in segments
+            peer: (
+                self.line(wire.rank, peer),
+                self.line(peer, wire.rank),
+                self.page(peer),
+                each.nbytes,
+            )
+            for peer, each in segments.items()
         }
         self._begun = dict.fromkeys(segments, 0)  # by peer: meetings, posted or not
         self._has_read = dict.fromkeys(segments, 0)  # by peer: its messages
         # by peer: the meetings whose message of it is yet to be read, in order
         self._queues: dict[int, deque[TcpMeeting]] = {peer: deque() for peer in segments}
-        self._unposted: deque[TcpMeeting] = deque()
+        self._unposted: list[TcpMeeting] = []
         self.peers_of: dict[tuple[int, ...], Peers] = {}
         self._near = Peers(self, [wire.rank, *segments])
         self._sleeps, self._sleeps_at = _array([0] * len(segments))
@@ -321,33 +326,33 @@ class Meetings:
 
     def _post_all(self) -> bool:
         """Post what has room; only what shares a peer with one before it has to wait for that."""
-        unposted: deque[TcpMeeting] = deque()
-        held_up: dict[int, list[int]] = {}  # by peer: who keeps meetings with it from being posted
-        for meeting in self._unposted:
+        has_posted = False
+        held_up: dict[int, set[int]] = {}  # by peer: who keeps meetings with it from being posted
+        waiting = self._unposted
+        self._unposted = []
+        for meeting in waiting:
             turn = meeting.turn
-            without_room = set[int]()
+            meeting.without_room = set()
             for peer in turn.peers.ranks:
                 if peer in held_up:
-                    without_room.update(held_up[peer])
+                    meeting.without_room |= held_up[peer]
             if not turn.has_room():
-                without_room.update(self._without_room(turn))
-            meeting.without_room = sorted(without_room)
-            if without_room:
+                meeting.without_room |= self._without_room(turn)
+            if meeting.without_room:
                 held_up |= dict.fromkeys(turn.peers.ranks, meeting.without_room)
-                unposted.append(meeting)
+                self._unposted.append(meeting)
             else:
                 self._post(meeting)
-        has_posted = len(unposted) < len(self._unposted)
-        self._unposted = unposted
+                has_posted = True
         return has_posted
 
-    def _without_room(self, turn: _Turn) -> list[int]:
+    def _without_room(self, turn: _Turn) -> set[int]:
         """The peers that have to read more before this is posted."""
-        return [
+        return {
             peer
             for peer, number in zip(turn.peers.ranks, turn.numbers, strict=True)
             if self.loops["look"](self.line(peer, self.rank) + READ) < number - DEPTH
-        ]
+        }
 
     def _post(self, meeting: TcpMeeting) -> None:
         """Leave this rank's message where all peers can read it, and wake up who sleeps."""
@@ -387,7 +392,7 @@ class Meetings:
     def _read(self, peer: int, meeting: TcpMeeting) -> bool:
         """Read a peer's message of this meeting, if it is there."""
         number = self._has_read[peer] + 1
-        own_line, line, page = self._places[peer]
+        own_line, line, page, nbytes = self._places[peer]
         found = self.find(line, number, self._entry_at)
         if not found:
             return False
@@ -395,7 +400,7 @@ class Meetings:
             raise _impossible(peer)
         offset, length = self._entry  # private now: the peer may change its own
         peers = meeting.turn.peers
-        if not (0 <= length <= MEETS and 0 <= offset <= len(self._memory[peer]) - length):
+        if not (0 <= length <= MEETS and 0 <= offset <= nbytes - length):
             text = f"rank {peer} sent a message of {length} bytes at {offset} of its segment"
             raise WireFailed(Failure("garbled", peer, text))
         place = peers.place[peer]
