@@ -9,7 +9,6 @@ import struct
 import pytest
 import torch
 
-from weft.base.memory import Pool
 from weft.wire.tcp import shm
 from weft.wire.tcp.connection import EAGER, Block, Connection, Outgoing, Receive
 
@@ -25,7 +24,13 @@ def ends():
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     with mine, theirs:
-        yield Connection(1, mine, None, mapped=False), theirs
+        yield connected(1, mine), theirs
+
+
+def connected(peer, sock, segment=None, *, mapped=False):
+    connection = Connection(peer, segment, mapped=mapped)
+    connection.attach(sock)
+    return connection
 
 
 def bytes_at(theirs):
@@ -91,12 +96,12 @@ def test_of_messages_that_wait_the_first_says_so_once(ends):
 def test_receives_of_long_messages_send_credits(ends):
     connection, theirs = ends
     for limit in (EAGER + 1, EAGER, EAGER + 1, EAGER):
-        connection.expect(6, Receive(limit, Pool()))
+        connection.expect(6, Receive(limit))
     connection.flush()
     assert bytes_at(theirs) == FRAME.pack(CREDIT, 6, 0, 1) + FRAME.pack(CREDIT, 6, 0, 3)
     theirs.sendall(FRAME.pack(DATA, 9, 2, 0) + bytes(2))
     connection.receive()
-    connection.expect(9, Receive(EAGER + 1, Pool()))
+    connection.expect(9, Receive(EAGER + 1))
     connection.flush()
     assert bytes_at(theirs) == b"", "the message has come"
 
@@ -107,7 +112,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
     with near, far:
         near.setblocking(False)
         far.setblocking(False)
-        sender = Connection(1, near, None, mapped=True)
+        sender = connected(1, near, mapped=True)
         message = torch.arange(100, dtype=torch.uint8)
         at = segment.stage(message)
         block = Block(segment, segment.stage(message))
@@ -125,10 +130,10 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
         sender.receive()
         assert sends[0].done and not block.readers
 
-        receiver = Connection(0, far, shm.Peer(segment.fd, SEGMENT), mapped=False)
+        receiver = connected(0, far, shm.Peer(segment.fd, SEGMENT))
         near.sendall(frames)
         receiver.receive()
-        receives = [Receive(100, Pool()), Receive(100, Pool())]
+        receives = [Receive(100), Receive(100)]
         for receive in receives:
             receiver.expect(5, receive)
         receiver.flush()
@@ -156,7 +161,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
 def test_a_frame_that_makes_no_sense_ends_the_connection(ends, frame, said):
     connection, theirs = ends
     place = torch.zeros(8, dtype=torch.uint8)
-    connection.expect(7, Receive(place, Pool()))
+    connection.expect(7, Receive(place))
     theirs.sendall(FRAME.pack(*frame) + bytes(9))
     connection.receive()
     with pytest.raises(AssertionError, match=said):
@@ -171,7 +176,7 @@ def test_what_lies_outside_of_a_segment_is_not_read(segment, offset, length):
     mine, theirs = socket.socketpair()
     with mine, theirs:
         mine.setblocking(False)
-        connection = Connection(1, mine, shm.Peer(segment.fd, SEGMENT), mapped=False)
+        connection = connected(1, mine, shm.Peer(segment.fd, SEGMENT))
         theirs.sendall(FRAME.pack(LENT, 0, length, offset))
         connection.receive()
         assert "where none may be" in connection.garbled
@@ -179,7 +184,7 @@ def test_what_lies_outside_of_a_segment_is_not_read(segment, offset, length):
 
 def test_frames_may_come_byte_by_byte(ends):
     connection, theirs = ends
-    receives = [Receive(each, Pool()) for each in (5, torch.zeros(5, dtype=torch.uint8), 5)]
+    receives = [Receive(each) for each in (5, torch.zeros(5, dtype=torch.uint8), 5)]
     connection.expect(3, receives[0])
     for byte in b"".join(FRAME.pack(DATA, 3, 5, 0) + bytes([n] * 5) for n in range(3)):
         theirs.sendall(bytes([byte]))
@@ -187,4 +192,4 @@ def test_frames_may_come_byte_by_byte(ends):
     for receive in receives[1:]:
         connection.expect(3, receive)
     assert all(receive.done for receive in receives) and not connection.lost
-    assert [receive.place(5).tolist() for receive in receives] == [[n] * 5 for n in range(3)]
+    assert [receive.tensor.tolist() for receive in receives] == [[n] * 5 for n in range(3)]

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .tensors import as_bytes, is_plain
+from .tensors import as_bytes
 
 _log = logging.getLogger("weft")
 
@@ -107,9 +107,9 @@ class Pool:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by their sizes
+        # by their sizes; each use of it is one operation, which no other thread comes between
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
         self.source: Source | None = None
-        self._lock = threading.Lock()
 
     def lease(self, nbytes: int, *, from_source: bool = False) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
@@ -127,18 +127,16 @@ class Pool:
         size = nbytes
         if self._device is None:
             size = max(self.smallest, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            blocks = self._free[size]
-            block = blocks.pop() if blocks else None
-        if block is None:
+        try:
+            block = self._free[size].pop()
+        except IndexError:
             block = fresh((size,), torch.uint8, self._device)
         return Lease(self, block, block[:nbytes])
 
     @property
     def kept(self) -> int:
         """Bytes of blocks that are kept here, unused."""
-        with self._lock:
-            return sum(size * len(blocks) for size, blocks in self._free.items())
+        return sum(size * len(blocks) for size, blocks in self._free.copy().items())
 
     def take_back(self, block: Tensor | int) -> None:
         """Keep a block for the next lease, or free what the source has lent."""
@@ -146,13 +144,11 @@ class Pool:
             assert self.source is not None  # which has given it
             self.source.free(block)
         elif self._device is None:
-            with self._lock:
-                self._free[block.nbytes].append(block)
+            self._free[block.nbytes].append(block)
 
     def drain(self) -> None:
         """Free all memory that is not leased."""
-        with self._lock:
-            self._free.clear()
+        self._free.clear()
         if self.source is not None:
             self.source.drain()
 
@@ -163,18 +159,18 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a plain tensor (`is_plain`), to be read and written without torch operations.
+    """The bytes of a plain tensor, to be read and written without torch operations.
 
     They are held, whatever other memory the tensor gets (`tensor.data = other`, `set_`), until its
-    owner frees them (`untyped_storage().resize_`).
+    owner frees them (`untyped_storage().resize_`). Plain is as of `tensors.is_plain`.
     """
-    assert is_plain(tensor)
+    assert tensor.is_contiguous()  # else these would be other bytes than its own, also to write to
     return np.asarray(_Held(tensor, "|u1", tensor.nbytes)).data
 
 
 def numbers_of(tensor: Tensor) -> NDArray[Any]:
     """The elements of a plain tensor of integers, 1-D, in its memory."""
-    assert is_plain(tensor) and tensor.dim() == 1
+    assert tensor.is_contiguous() and tensor.dim() == 1
     return np.asarray(_Held(tensor, f"<i{tensor.itemsize}", tensor.numel()))
 
 

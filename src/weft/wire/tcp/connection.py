@@ -61,7 +61,6 @@ import contextlib
 import ctypes
 import fcntl
 import itertools
-import select
 import socket
 import struct
 import sys
@@ -73,11 +72,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...base.memory import Lease, Pool, fault_of, fresh, memory_of
+from ...base.memory import fault_of, fresh, memory_of, tensor_of
 from ...rendezvous.address import NO_SIGNAL
 from . import shm
-
-_START = ctypes.c_char * 0  # where memory begins
 
 EAGER = 1 << 17
 """Bytes of a message up to which it is sent whether or not it is awaited."""
@@ -157,25 +154,22 @@ class Receive:
 
     Attributes:
         tensor: where it is; None while that is not known.
+        memory: where it goes: that of the given tensor, which is held; None: it is by size.
         limit: the bytes of the tensor or, by size, the most that may come.
-        is_sized: whether it is by size.
         done: whether it is there.
     """
 
-    __slots__ = ("_place", "_pool", "_release", "done", "is_sized", "limit", "tensor")
+    __slots__ = ("_release", "done", "limit", "memory", "tensor")
 
-    def __init__(self, want: Tensor | int, pool: Pool) -> None:
+    def __init__(self, want: Tensor | int) -> None:
         self.tensor: Tensor | None = None
-        self._place: memoryview | None = None
+        self.memory: Tensor | None = None
         if isinstance(want, int):
-            self.is_sized = True
             self.limit = want
         else:
-            self.is_sized = False
             self.limit = want.nbytes
             self.tensor = want
-            self._place = memory_of(want)
-        self._pool = pool
+            self.memory = want.detach()  # the caller may give its tensor other memory meanwhile
         self._release: Callable[[], object] | None = None
         self.done = False
 
@@ -184,23 +178,13 @@ class Receive:
         """Whether it may come in several pieces; statements and heads of lists do not."""
         return self.limit >= _LOT
 
-    def place(self, length: int) -> memoryview:
-        """Where a message of that length goes: memory that is held."""
-        if self._place is None:
-            lease: Lease = self._pool.lease(length)
-            self.tensor = lease.tensor
-            self._release = lease.release
-            self._place = lease.tensor.numpy().data  # the pool's: nobody resizes that
-        return self._place
-
     def set_view(self, view: Tensor, release: Callable[[], object]) -> None:
         """Take a view of the message as it is; `release` is called when that is released."""
         self.tensor = view
         self._release = release
-        self.done = True
 
     def release(self) -> None:
-        """Give back leased memory, if there is any. Twice is fine."""
+        """Give back what lies in the segment of the peer, if anything does. Twice is fine."""
         release = self._release
         self._release = None
         if release is not None:
@@ -208,7 +192,7 @@ class Receive:
 
 
 class _Arrived:
-    """A message that came before it was asked for.
+    """A message that comes to no memory of the program's: by size, or before it is asked for.
 
     Attributes:
         length: its bytes.
@@ -240,7 +224,7 @@ class _Arrived:
 
 
 class Connection:
-    """One end of a connection. Until it has its socket, messages wait.
+    """One end of a connection. Until it has its socket (`attach`), messages wait.
 
     Attributes:
         peer: the rank at the other end.
@@ -254,11 +238,10 @@ class Connection:
         mapped: whether the peer has mapped this rank's segment.
         segment: of the peer, mapped here, or None.
         due: whether something is to be sent that the peer may wait for.
+        parts: what the socket has not taken yet of what is being sent.
     """
 
-    def __init__(
-        self, peer: int, sock: socket.socket | None, segment: shm.Peer | None, *, mapped: bool
-    ) -> None:
+    def __init__(self, peer: int, segment: shm.Peer | None, *, mapped: bool) -> None:
         self.peer = peer
         self.segment = segment
         self.mapped = mapped
@@ -268,8 +251,6 @@ class Connection:
         self.lost = ""
         self.garbled = ""
         self.is_far = False
-        if sock is not None:
-            self.attach(sock)
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._receive_count: dict[int, int] = defaultdict(int)  # so far
@@ -293,7 +274,7 @@ class Connection:
         self._told: dict[int, int] = defaultdict(int)  # the last one of which the peer knows so
         # those that need to wait no more, in order, with their channels
         self._admitted: deque[tuple[int, Outgoing]] = deque()
-        self._parts: list[bytes | bytearray | memoryview] = []  # what is being sent
+        self.parts: list[bytes | bytearray | memoryview] = []
         self._outgoing: list[Outgoing] = []  # the messages among that
         self._announcements_sent = 0  # LENT and COPIED frames that were sent
         self._unacknowledged: dict[int, Outgoing] = {}  # those not acknowledged, by number
@@ -310,21 +291,14 @@ class Connection:
     @property
     def busy(self) -> bool:
         """Whether messages move only if somebody calls `flush` or `receive`."""
-        sending = self._parts or self._admitted or any(self._sends.values())
+        sending = self.parts or self._admitted or any(self._sends.values())
         coming = self._into is not None or any(self._receives.values())
         return bool(sending or coming) and not self.lost
 
     @property
     def unsent(self) -> bool:
         """Whether something waits for the socket to take it."""
-        return bool(self._parts or self._admitted) and self.sock is not None and not self.lost
-
-    @property
-    def wanted(self) -> int:
-        """The events of the socket to wait for, as `select.poll` has them."""
-        if self.lost or self.sock is None:
-            return 0
-        return select.POLLIN | select.POLLOUT if self._parts else select.POLLIN
+        return bool(self.parts or self._admitted) and self.sock is not None and not self.lost
 
     # sending
 
@@ -357,7 +331,7 @@ class Connection:
         self.due = False
         if self.sock is None:
             return
-        parts = self._parts
+        parts = self.parts
         while not self.lost and (parts or self._admitted or self._notes):
             if not parts:
                 self._load()
@@ -391,8 +365,8 @@ class Connection:
         self._notes += _FRAME.pack(kind, channel, length, number)
 
     def _load(self) -> None:
-        """Load the next frames and messages into `_parts`."""
-        parts = self._parts
+        """Load the next frames and messages into `parts`."""
+        parts = self.parts
         size = 0
         if self._notes:
             parts.append(self._notes)
@@ -445,10 +419,11 @@ class Connection:
 
     def _fits(self, length: int, receive: Receive) -> bool:
         """Whether a receive takes a message of that length; if not, the connection is refused."""
-        fault = fault_of(length, receive.limit, is_sized=receive.is_sized)
-        if fault:
-            self._refuse(fault)
-        return not fault
+        is_sized = receive.memory is None
+        fits = length == receive.limit or (is_sized and length < receive.limit)
+        if not fits:
+            self._refuse(fault_of(length, receive.limit, is_sized=is_sized))
+        return fits
 
     def receive(self) -> bool:
         """Read what is there, up to `_SHARE` bytes; whether there was anything."""
@@ -526,21 +501,26 @@ class Connection:
 
     def _place_for(self, channel: int, length: int) -> memoryview | None:
         """The memory for the message that comes now; None: it is refused."""
-        if waiting := self._receives[channel]:
+        waiting = self._receives[channel]
+        if waiting:
             receive = waiting.popleft()
             if not self._fits(length, receive):
                 return None
-            self._incoming = receive
-            return receive.place(length)
-        try:
-            if length > EAGER and self.segment is None:
-                raise MemoryError
+            if receive.memory is not None:
+                self._incoming = receive
+                return memory_of(receive.memory)
             message = _Arrived(length)
-        except (MemoryError, OverflowError):
-            self._refuse(f"a message of {length} bytes that nobody awaits")
-            return None
+            message.receive = receive
+        else:
+            try:
+                if length > EAGER and self.segment is None:
+                    raise MemoryError
+                message = _Arrived(length)
+            except (MemoryError, OverflowError):
+                self._refuse(f"a message of {length} bytes that nobody awaits")
+                return None
+            self._arrived[channel].append(message)
         self._incoming = message
-        self._arrived[channel].append(message)
         return memoryview(message.data or bytearray())
 
     def _complete(self) -> None:
@@ -599,18 +579,23 @@ class Connection:
         length = message.length
         offset = message.offset
         number = message.number
+        memory = receive.memory
         if message.data is not None:
-            receive.place(length)[:] = message.data
+            if memory is None:
+                receive.tensor = tensor_of(message.data)
+            else:
+                memory_of(memory)[:] = message.data
         else:
             segment = self.segment  # which the handler of a signal may drop: it stays mapped here
             assert segment is not None
-            if receive.tensor is None and not message.lent:
+            if memory is None and not message.lent:
                 view = segment.memory[offset : offset + length]
                 receive.set_view(view, lambda: self.was_read(number, length, awaited=False))
-                return
-            place = ctypes.addressof(_START.from_buffer(receive.place(length)))
-            ctypes.memmove(place, segment.address + offset, length)
-            self.was_read(number, length, awaited=message.lent)
+            else:
+                if memory is None:
+                    memory = receive.tensor = fresh((length,), torch.uint8)
+                ctypes.memmove(memory.data_ptr(), segment.address + offset, length)
+                self.was_read(number, length, awaited=message.lent)
         receive.done = True
 
     def _refuse(self, what: str) -> None:
@@ -673,5 +658,5 @@ class Connection:
         self._incoming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unacknowledged):
             by_channel.clear()
-        for messages in (self._admitted, self._parts, self._outgoing):
+        for messages in (self._admitted, self.parts, self._outgoing):
             messages.clear()

@@ -90,7 +90,6 @@ class Segment:
         self._touched = reserved  # the end of the pages that were used and not released
         self._peak = reserved  # the end of the memory that was used since all was free
         self._quiet = 0  # how often in a row the peak was less than half of what is touched
-        self._process = os.getpid()
 
     @classmethod
     def make(cls, nbytes: int | None = None, reserved: int = 0) -> Segment | None:
@@ -119,7 +118,7 @@ class Segment:
     def allocate(self, nbytes: int) -> int | None:
         """Allocate memory at the start of a page; its offset, or None if there is no room."""
         size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        if self.fd < 0 or os.getpid() != self._process:
+        if self.fd < 0:
             return None
         with self.lock:
             for at, (start, end) in enumerate(self._free):
@@ -168,7 +167,7 @@ class Segment:
 
     def _let_go(self, start: int) -> None:
         """Release the pages from there on."""
-        if start < self._touched and self.fd >= 0 and os.getpid() == self._process:
+        if start < self._touched and self.fd >= 0:
             self.pages.madvise(mmap.MADV_REMOVE, start, self._touched - start)
         self._touched = start
         self._quiet = 0
@@ -186,10 +185,13 @@ class Segment:
             ctypes.memmove(self.address + offset, tensor.data_ptr(), tensor.nbytes)
         return offset
 
+    def after_fork(self) -> None:
+        """In a forked child: the memory is the parent's, a thread of which may have the lock."""
+        self.lock = threading.RLock()
+        self.close()
+
     def close(self) -> None:
         """Allocate no more. Memory in use stays mapped until the last tensor in it is freed."""
-        if os.getpid() != self._process:  # forked: another thread of the parent may have had it
-            self.lock = threading.RLock()
         with self.lock:
             fd = self.fd
             self.fd = -1

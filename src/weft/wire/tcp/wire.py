@@ -140,7 +140,7 @@ class TcpWire:
         Args:
             rank, size: this rank, and how many there are.
             sockets: connected, by peer; the wire closes them.
-            memory: where receives by size get their memory.
+            memory: where leases are from, which the segment is the source of.
             segment: of this rank.
             segments: of peers, mapped here.
             mapped_by: the peers that have mapped this rank's segment.
@@ -170,7 +170,7 @@ class TcpWire:
         for peer in {*sockets, *(far.endpoints if far else ())}:
             mapped = peer in mapped_by
             its_segment = (segments or {}).get(peer)
-            self.connections[peer] = Connection(peer, None, its_segment, mapped=mapped)
+            self.connections[peer] = Connection(peer, its_segment, mapped=mapped)
         self._far = far
         # Peers of other hosts that a message is for, and that are neither connected nor lost, each
         # with the time when it is late. Until then an attempt is under way, or due.
@@ -237,7 +237,7 @@ class TcpWire:
         needs_thread = False
         for peer, want in recvs:
             link = self.connections[peer]
-            receive = Receive(want, self._memory)
+            receive = Receive(want)
             link.expect(channel, receive)
             if link.garbled:  # it has come already, and is of another length
                 self._fail(_end_of(link))
@@ -412,6 +412,8 @@ class TcpWire:
         self._turn = threading.RLock()
         self._failing = threading.RLock()
         self._fail(Failure("broken", self.rank, "this process was forked"))
+        if self.segment is not None:
+            self.segment.after_fork()
         if self._acceptor is not None:
             self._acceptor.abandon()
         self._acceptor = None
@@ -656,7 +658,9 @@ class TcpWire:
     def _watch(self, link: Connection) -> None:
         """Poll for what the connection wants now; nothing, if it is lost."""
         self._has_lost |= bool(link.lost)
-        wanted = link.wanted
+        wanted = 0
+        if link.sock is not None and not link.lost:
+            wanted = select.POLLIN | select.POLLOUT if link.parts else select.POLLIN
         if wanted == link.polled:
             return
         if link.garbled:
