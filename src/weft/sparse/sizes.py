@@ -6,7 +6,7 @@ The headers of the opening exchange say them, and the group which ranks share a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..schedules.hosts import Hosts
@@ -60,7 +60,7 @@ class Sizes:
 
     def but(self, **changes: Any) -> Sizes:
         """These sizes, with some of them changed."""
-        return replace(self, **changes)
+        return Sizes(**{**vars(self), **changes})
 
     def of_partials(self) -> Sizes:
         """The sizes of a call whose rows are partial sums."""

@@ -154,8 +154,8 @@ class IndexLists:
 def _size_of(head: Tensor, most: int) -> int:
     """Bytes of a list, as its first message says. Raises ValueError if that is too short."""
     size = codec.bytes_of(head, most)
-    if len(head) < min(size, HEAD):
-        raise ValueError(f"{len(head)} bytes come first, of {size}")
+    if head.nbytes < min(size, HEAD):
+        raise ValueError(f"{head.nbytes} bytes come first, of {size}")
     return size
 
 
@@ -241,9 +241,10 @@ def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Te
 def check_lengths(call: Call, lists: Sequence[Tensor], counts: Sequence[int]) -> None:
     """Raise WireError unless each rank's list is as long as its header said."""
     for peer, (indices, count) in enumerate(zip(lists, counts, strict=True)):
-        if len(indices) != count:
+        sent = indices.numel()
+        if sent != count:
             name = call.group.rank_in_errors(peer)
-            raise call.group.fail(peer, f"rank {name} sent {len(indices)} indices of {count} rows")
+            raise call.group.fail(peer, f"rank {name} sent {sent} indices of {count} rows")
 
 
 def union_of_lists(
