@@ -244,6 +244,7 @@ class Connection:
     def __init__(self, peer: int, segment: shm.Peer | None, *, mapped: bool) -> None:
         self.peer = peer
         self.segment = segment
+        self._readable = -1 if segment is None else segment.nbytes  # bytes that may be announced
         self.mapped = mapped
         self.sock: socket.socket | None = None
         self.fd = -1
@@ -256,7 +257,7 @@ class Connection:
         self._receive_count: dict[int, int] = defaultdict(int)  # so far
         self._arrived: dict[int, deque[_Arrived]] = defaultdict(deque)  # that nobody asked for yet
         # of the peer's last WAITS frame, by channel: the number of the message, and its length
-        self._waiting: dict[int, tuple[int, int]] = {}
+        self._waiting: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._ahead = memoryview(bytearray(_AHEAD))
         # of it, the bytes that were not looked at; none, while a message is to be filled
         self._ahead_bytes = 0
@@ -410,9 +411,9 @@ class Connection:
                     message.receive = receive
             return
         self._receives[channel].append(receive)
-        waiting = self._waiting.get(channel)  # the peer's, for a credit that this receive may be
-        if waiting is not None and waiting[0] == number:
-            self._fits(waiting[1], receive)
+        waiting, length = self._waiting[channel]  # the peer's, for a credit that this may be
+        if waiting == number:
+            self._fits(length, receive)
         if receive.limit > EAGER and self.segment is None:
             self._note(_CREDIT, channel, 0, number)
             self.due = True
@@ -550,10 +551,10 @@ class Connection:
             self._let_go(self._unacknowledged.pop(number))
         elif kind == _RING:
             pass  # it has ended a sleep; the wire looks at meetings after each
-        elif kind in (_LENT, _COPIED) and self._holds(number, length):
+        elif kind in (_LENT, _COPIED) and number + length <= self._readable:
             self._announcements_received += 1
             message = _Arrived(length, number, self._announcements_received, lent=kind == _LENT)
-            waiting = self._receives.get(channel)
+            waiting = self._receives[channel]
             if not waiting:
                 self._arrived[channel].append(message)
             elif self._fits(length, receive := waiting.popleft()):
@@ -562,10 +563,6 @@ class Connection:
             self._refuse(
                 f"a frame of kind {kind} for {length} bytes at {number}, where none may be"
             )
-
-    def _holds(self, offset: int, length: int) -> bool:
-        """Whether that is a part of the segment of the peer."""
-        return self.segment is not None and offset + length <= self.segment.nbytes
 
     @staticmethod
     def _let_go(send: Outgoing) -> None:
@@ -654,6 +651,7 @@ class Connection:
         if self.sock is not None:
             self.sock.close()
         self.segment = None
+        self._readable = -1
         self._into = None
         self._incoming = None
         for by_channel in (self._receives, self._arrived, self._sends, self._unacknowledged):
