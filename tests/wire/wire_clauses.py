@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from weft.base.pace import patient
-from weft.wire.interface import Failure, Meeting, Wire, WireFailed
+from weft.wire.interface import MEETS, Failure, Meeting, Wire, WireFailed
 
 SOON = 5.0  # seconds in which what must come soon comes, on an idle machine
 
@@ -712,14 +712,13 @@ def meets(wire, soon):
     orders = (ranks, ranks[::-1], [wire.rank, *_others(wire)])
     for number in range(60):
         _heard(_meet(wire, number, orders[number % 3]), number, orders[number % 3], soon)
-    most = wire.features.meets
-    for length in (0, 1, most):
+    for length in (0, 1, MEETS):
         pending = wire.meet(bytes([wire.rank]) * length, ranks)
         wanted = [bytes([rank]) * length for rank in ranks]
         assert pending.wait(soon) == wanted
         assert pending.wait(0) == wanted and pending.waiting_for() == []
     assert wire.meet(b"to myself", [wire.rank]).wait(soon) == [b"to myself"]
-    for message, others in ((bytes(most + 1), ranks), (b"", [wire.rank] * 2), (b"", [wire.size])):
+    for message, others in ((bytes(MEETS + 1), ranks), (b"", [wire.rank] * 2), (b"", [wire.size])):
         with pytest.raises(ValueError):
             wire.meet(message, others)
     _heard(_meet(wire, 0, ranks), 0, ranks, soon)

@@ -84,7 +84,7 @@ class Session:
         traffic: what was sent so far.
         streams: in which this rank computes on accelerators.
         cpu: the route of tensors of the CPU, and of whatever else ranks tell each other.
-        meetings: the wire of openings, if its meetings are long enough for one; None: they are not.
+        meetings: the wire of openings, if ranks may meet over it; None: they may not.
         devices: the routes of tensors of those devices that there were tensors of.
         is_by_group: whether the process group carries tensors of the CPU, too, and not the wire.
         detector: of failures, beside the wires; None: there are no peers.
@@ -128,10 +128,7 @@ class Session:
         self.traffic = Traffic(wire.rank)
         self.streams = Streams()
         self.cpu = Route(wire, "", memory)
-        self.meetings: interface.Meeting | None = None
-        if wire.features.meets >= interface.MEETS:
-            assert isinstance(wire, interface.Meeting)
-            self.meetings = wire
+        self.meetings = wire if isinstance(wire, interface.Meeting) else None
         self.devices: dict[torch.device, Route] = {}
         self.is_by_group = False
         self.streaming = False

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 MEETS = 160 << 10
-"""Bytes of a message of a meeting: with `features.meets` of so many, or more, ranks of one host
-open their calls in meetings."""
+"""Bytes that a message of a meeting may have; calls open in meetings within a host."""
 
 Send = tuple[int, Tensor]
 """(peer, contiguous tensor on the wire's device, of any dtype). Until the post was waited for the
@@ -38,14 +37,11 @@ class Features:
             size is then exactly as long as its message, as in NCCL.
         streams: `DevicePending.wait_stream` does not block the host.
         reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
-        meets: the most bytes of a message of `meet`; with any, the wire is a `Meeting`. Calls open
-            in meetings where they are `MEETS` or more.
     """
 
     lockstep: bool = False
     streams: bool = False
     reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
-    meets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +287,14 @@ class PendingBytes(Protocol):
 
 @runtime_checkable
 class Meeting(Protocol):
-    """What a wire has beside, whose `features.meets` is not 0.
+    """What a wire between processes has beside.
 
     Ranks of one host tell each other a few bytes quicker than by messages: each leaves its own
     where all can read them. Messages of `post` and meetings do not wait for each other.
 
     Attributes:
-        near: the ranks that this one can meet, itself among them; the same on each of these.
+        near: the ranks that this one can meet, itself among them; the same on each of these. Where
+            no ranks meet, it is this one alone.
     """
 
     near: frozenset[int]
@@ -319,7 +316,7 @@ class Meeting(Protocol):
         lacks one of them fails the wire as lost, and others do not.
 
         Args:
-            message: of at most `features.meets` bytes; those of the ranks have any lengths. It
+            message: of at most `MEETS` bytes; those of the ranks have any lengths. It
                 does not change from here on.
             ranks: distinct, some of `near`, this one among them, in any order.
 

@@ -118,7 +118,7 @@ class TcpWire:
 
     Attributes:
         connections: to all other ranks, by rank.
-        near: the ranks that this one can meet: those of its host, if its features say so.
+        near: the ranks that this one can meet: those of its host, or itself alone.
         segment: the memory of this rank that peers of its host map, or None.
         meetings: of this rank; None: ranks do not meet, or this is closed.
     """
@@ -151,7 +151,7 @@ class TcpWire:
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
-        self.features = Features(meets=MEETS if meets else 0)
+        self.features = Features()
         self.near = frozenset({rank, *(segments or {})} if meets else {rank})
         self.segment = segment
         self._memory = memory
