@@ -27,8 +27,8 @@ def ends():
         yield connected(1, mine), theirs
 
 
-def connected(peer, sock, segment=None, *, mapped=False):
-    connection = Connection(peer, segment, mapped=mapped)
+def connected(peer, sock, segment=None):
+    connection = Connection(peer, segment)
     connection.attach(sock)
     return connection
 
@@ -112,7 +112,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
     with near, far:
         near.setblocking(False)
         far.setblocking(False)
-        sender = connected(1, near, mapped=True)
+        sender = connected(1, near, shm.Peer(segment.fd, SEGMENT))
         message = torch.arange(100, dtype=torch.uint8)
         at = segment.stage(message)
         block = Block(segment, segment.stage(message))

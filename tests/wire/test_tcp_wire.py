@@ -52,7 +52,8 @@ def far_ends():
 def lender(segment):
     """A wire of rank 0, whose segment rank 1 has mapped; and the socket of that one."""
     near, far = socket.socketpair()
-    with far, contextlib.closing(TcpWire(0, 2, {1: near}, Pool(), segment, mapped_by={1})) as wire:
+    shared = {1: shm.Peer(segment.fd, segment.nbytes)}
+    with far, contextlib.closing(TcpWire(0, 2, {1: near}, Pool(), segment, shared)) as wire:
         yield wire, far
 
 
@@ -317,9 +318,9 @@ def until_the_socket_is_full(wire):
 def test_a_close_while_another_thread_waits_sends_what_was_sent_before(segment):
     """It is complete, since it was copied; who waits sends it meanwhile."""
     sockets = socket.socketpair()
-    first = TcpWire(0, 2, {1: sockets[0]}, Pool(), segment, mapped_by={1})
-    mapped = {0: shm.Peer(segment.fd, segment.nbytes)}
-    second = TcpWire(1, 2, {0: sockets[1]}, Pool(), segments=mapped)
+    shared = shm.Peer(segment.fd, segment.nbytes)
+    first = TcpWire(0, 2, {1: sockets[0]}, Pool(), segment, {1: shared})
+    second = TcpWire(1, 2, {0: sockets[1]}, Pool(), segments={0: shared})
     count = until_the_socket_is_full(first)
     message = torch.arange(1 << 15)
     first.post([(1, message)]).wait(10.0)
@@ -414,7 +415,8 @@ def test_what_is_sent_to_a_rank_that_left_takes_no_memory(lender):
 def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(segment):
     near, far = socket.socketpair()
     other, its = socket.socketpair()
-    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, mapped_by={1, 2})
+    shared = shm.Peer(segment.fd, segment.nbytes)
+    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, {1: shared, 2: shared})
     far.close()
     while not wire.connections[1].lost:
         wire.post([(1, torch.zeros(1))])

@@ -8,7 +8,7 @@ message goes in one of three ways:
 
 * *eager*: up to `EAGER` bytes go at once, and the peer keeps them until a receive is posted;
 * *by credit*: a longer message goes once the peer has posted the receive, and said so;
-* *by the segment* (`shm`), where the peer has mapped this rank's segment, and the wire says so for
+* *by the segment* (`shm`), where the two share memory, and the wire says so for
   messages of more than `wire.INLINE` bytes: a frame says where the message is. A tensor outside the
   segment is copied into it, so its owner may change it at once. A tensor in the segment is lent:
   its owner may change it when the peer has copied it and said so. The peer does that in a wait: no
@@ -41,7 +41,7 @@ A frame has a kind, a channel, a length and a number, which is the last of these
 | 0 DATA   | 0      | who has a message for the socket; its bytes follow                         |
 | 1 CREDIT | n      | who has posted a receive of more than `EAGER` bytes, the n-th of the       |
 |          |        | channel: messages up to the n-th may come. Not sent where the message is   |
-|          |        | here already, or the peer's segment is mapped                              |
+|          |        | here already, or the two share memory                                      |
 | 2 LENT   | offset | who has a message in its segment, in memory of its program                 |
 | 3 COPIED | offset | who has a message in its segment, in a copy that the wire has made         |
 | 4 READ   | n      | who has read the n-th of all LENT and COPIED messages that came on this    |
@@ -235,17 +235,16 @@ class Connection:
         garbled: what the peer sent that is no message, or "".
         is_far: whether its socket is one of TCP, over which bytes come packet by packet: all are
             between hosts, and within one where no Unix socket can be had.
-        mapped: whether the peer has mapped this rank's segment.
-        segment: of the peer, mapped here, or None.
+        segment: of the peer, mapped here, if the two share memory: it has mapped that of this rank,
+            too. Else None.
         due: whether something is to be sent that the peer may wait for.
         parts: what the socket has not taken yet of what is being sent.
     """
 
-    def __init__(self, peer: int, segment: shm.Peer | None, *, mapped: bool) -> None:
+    def __init__(self, peer: int, segment: shm.Peer | None) -> None:
         self.peer = peer
         self.segment = segment
         self._readable = -1 if segment is None else segment.nbytes  # bytes that may be announced
-        self.mapped = mapped
         self.sock: socket.socket | None = None
         self.fd = -1
         self.polled = 0
@@ -317,9 +316,8 @@ class Connection:
         """Admit the messages of a channel that have a credit, or need none."""
         waiting = self._sends[channel]
         credit = self._last_credit[channel]
-        while waiting and (
-            self.mapped or waiting[0].nbytes <= EAGER or waiting[0].number <= credit
-        ):
+        shares = self.segment is not None
+        while waiting and (shares or waiting[0].nbytes <= EAGER or waiting[0].number <= credit):
             self._admitted.append((channel, waiting.popleft()))
             self.due = True
         if waiting and self._told[channel] < waiting[0].number:

@@ -231,7 +231,7 @@ class Peer:
 
 def exchange(
     segment: Segment | None, sockets: Mapping[int, socket.socket], deadline: float
-) -> tuple[dict[int, Peer], set[int]]:
+) -> dict[int, Peer]:
     """Send this rank's segment to the peers at these Unix sockets, and map theirs; collective.
 
     Args:
@@ -240,7 +240,7 @@ def exchange(
         deadline: by `time.monotonic`, when all must have answered.
 
     Returns:
-        The segments of peers that were mapped here, and the peers that have mapped this rank's.
+        The segments of peers that were mapped here, and have mapped that of this rank.
 
     Raises:
         OSError: a peer went away, or said nothing in time.
@@ -266,15 +266,14 @@ def exchange(
             raise _gone(peer)
         is_mapped = bytes([peer in segments])
         sock.sendall(is_mapped, NO_SIGNAL)
-    mapped_by = set()
     for peer, sock in sockets.items():
         sock.settimeout(seconds_left(deadline))
         answer = sock.recv(1)
         if not answer:
             raise _gone(peer)
-        if answer == b"\1":
-            mapped_by.add(peer)
-    return segments, mapped_by
+        if answer != b"\1":
+            segments.pop(peer, None)
+    return segments
 
 
 def _gone(peer: int) -> ConnectionError:

@@ -46,7 +46,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -131,7 +131,6 @@ class TcpWire:
         memory: Pool,
         segment: shm.Segment | None = None,
         segments: Mapping[int, shm.Peer] | None = None,
-        mapped_by: Set[int] = frozenset(),
         far: Far | None = None,
         *,
         meets: bool = False,
@@ -142,8 +141,7 @@ class TcpWire:
             sockets: connected, by peer; the wire closes them.
             memory: where leases are from, which the segment is the source of.
             segment: of this rank.
-            segments: of peers, mapped here.
-            mapped_by: the peers that have mapped this rank's segment.
+            segments: of the peers that share memory with this rank, mapped here.
             far: how peers are reached that are not connected yet; the wire closes its listener.
             meets: whether ranks meet that share a host: all ranks have said so, and each has
                 mapped the segments of all others of its host.
@@ -168,9 +166,7 @@ class TcpWire:
         if self._alarm:
             self._poll.register(self._alarm[0], select.POLLIN)
         for peer in {*sockets, *(far.endpoints if far else ())}:
-            mapped = peer in mapped_by
-            its_segment = (segments or {}).get(peer)
-            self.connections[peer] = Connection(peer, its_segment, mapped=mapped)
+            self.connections[peer] = Connection(peer, (segments or {}).get(peer))
         self._far = far
         # Peers of other hosts that a message is for, and that are neither connected nor lost, each
         # with the time when it is late. Until then an attempt is under way, or due.
@@ -246,7 +242,7 @@ class TcpWire:
         messages: list[_Message] = [*receives]
         for peer, tensor in sends:
             link = self.connections[peer]
-            if link.mapped and tensor.nbytes > INLINE:
+            if link.segment is not None and tensor.nbytes > INLINE:
                 send = self._in_segment(tensor, places)
             else:
                 send = connection.Outgoing(tensor)
@@ -934,11 +930,10 @@ def make(start: Start) -> TcpWire:
         segment = shm.Segment.make(reserved=reserved) if near_sockets else None
         if segment is not None:
             stack.callback(segment.close)
-        segments, mapped_by = shm.exchange(segment, near_sockets, deadline)
+        segments = shm.exchange(segment, near_sockets, deadline)
         if meets:
-            has_mapped_all = segments.keys() == mapped_by == near.keys()
             has_room = segment is None or segment.reserved == reserved
-            meets = _all_say(start, has_mapped_all and has_room)
+            meets = _all_say(start, has_room and segments.keys() == near.keys())
         # what is left of the start may be next to nothing, where a rank came late
         timeout = max(start.timeout, _CONNECTING)
         wire = TcpWire(
@@ -948,7 +943,6 @@ def make(start: Start) -> TcpWire:
             start.memory,
             segment,
             segments,
-            mapped_by,
             Far(listener, far, timeout) if far else None,
             meets=meets,
         )
