@@ -123,7 +123,7 @@ def unpack(raw: memoryview, like: Fields) -> dict[int, Statement]:
     found: dict[int, Statement] = {}
     fields = like
     expected = encoded(like)
-    length = len(raw)
+    length = raw.nbytes
     begin = 0
     while begin < length or not found:
         magic, text, error, body, private, rank, number, *rest = _HEAD.unpack_from(raw, begin)
