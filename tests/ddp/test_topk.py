@@ -20,7 +20,7 @@ from cases import in_default_group
 from weft.base.errors import WeftError, WireError
 from weft.ddp import TopK, sparsify, topk_hook
 from weft.ddp import largest as largest_of
-from weft.ddp.largest import largest_entries
+from weft.ddp.largest import largest_by_sort, largest_entries
 from weft.testing import run, spmd
 
 OPTIONS = (
@@ -107,7 +107,10 @@ def test_the_largest_are_found(kind, count, aims, monkeypatch):
     size = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)).abs()
     size = NUMBERS[kind](size).flatten()
     order = size.sort(descending=True, stable=True).indices[:count]  # of equal numbers the first
-    assert torch.equal(largest_entries(size, count), order[size[order] > 0].sort().values)
+    wanted = order[size[order] > 0].sort().values
+    assert torch.equal(largest_entries(size, count), wanted)
+    places, number = largest_by_sort(size, count)  # as on an accelerator
+    assert torch.equal(places[:number], wanted)
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])

@@ -1,7 +1,9 @@
 """The largest entries of a tensor: which of them a rank sends.
 
-Nothing is sorted: a threshold is estimated from a sample, so low that somewhat more
-entries pass it than are needed, and the exact choice is made among those.
+On the CPU nothing is sorted: a threshold is estimated from a sample, so low that somewhat more
+entries pass it than are needed, and the exact choice is made among those. An accelerator sorts
+fast, and the host would wait for each number of entries: there all are sorted. The choice is the
+same.
 
 Source: Lin et al., "Deep gradient compression" (ICLR 2018, arXiv 1712.01887), section 5, has the
 threshold from a sample.
@@ -21,26 +23,42 @@ AIMS = (1.5, 5.0)
 _GOLDEN = 0.6180339887498949
 
 
-def entries_to_send(values: Tensor, density: float) -> Tensor:
+def entries_to_send(values: Tensor, density: float) -> tuple[Tensor, Tensor]:
     """The places of the entries of a 1-D tensor that are sent, ascending; none of them is zero.
 
     Args:
         values: the tensor.
         density: the fraction of entries, rounded up to whole ones.
 
+    Returns:
+        The places, behind which others may follow, and how many they are.
+
     Example:
         >>> entries_to_send(torch.tensor([1.0, -3.0, 2.0, 0.0, 0.0, 0.5]), 0.3)
-        tensor([1, 2])
+        (tensor([1, 2]), tensor(2))
     """
     # NaN counts as infinity: it is sent, so that every rank sees it
     size = values.abs().nan_to_num_(math.inf, math.inf)
-    return largest_entries(size, math.ceil(density * len(size)))
+    count = math.ceil(density * len(size))
+    if not size.is_cpu:
+        return largest_by_sort(size, count)
+    places = largest_entries(size, count)
+    return places, torch.tensor(len(places), device="cpu")
+
+
+def largest_by_sort(size: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `largest_entries`, with what `entries_to_send` returns: the host waits for nothing."""
+    order = size.sort(descending=True, stable=True).indices[:count]
+    is_sent = size[order] > 0
+    places = torch.where(is_sent, order, len(size)).sort().values
+    return places, is_sent.sum()
 
 
 def largest_entries(size: Tensor, count: int) -> Tensor:
     """The places of the `count` largest of numbers that are not negative, ascending, without zeros.
 
-    Of equal numbers the first are taken, so the result does not depend on torch's `topk`.
+    They are on the CPU. Of equal numbers the first are taken, so the result does not depend on
+    torch's `topk`.
     """
     for limit in (*(_estimate(size, aim * count) for aim in AIMS), 0.0):
         where = (size >= limit if limit else size > 0).nonzero().view(-1)

@@ -23,12 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.arguments import shown
 from ..base.errors import WeftError, check, summed_up
+from ..base.tensors import there
 from ..call.attempt import preparing
 from ..comm.buckets import reduce_dense
 from ..group.group import Group
 from ..sparse.api import job_of_one
 from ..sparse.request import Request, travelling
 from ..sparse.rows import Rows
+from ..verbs.group import read
 from .largest import entries_to_send
 
 _SPELLED = 500  # characters of what all ranks compare of tensors; above, a digest
@@ -63,7 +65,7 @@ class Picked:
             left.sub_(self.sent)
         else:
             left[self.where] -= self.sent.to(wide)
-        if not self.sent.isfinite().all():
+        if not self.sent.is_cpu or not self.sent.isfinite().all():  # where to look is no wait
             left.nan_to_num_(0, 0, 0)
         return left
 
@@ -199,8 +201,10 @@ class Sparsifier:
         picked: dict[str, Picked] = {}
         rows = _rows_of([], [], torch.empty(0))
         with preparing(group, "sparse_all_reduce"):
-            for name, flat in given.items():
-                picked[name] = self._pick(owners[name], flat, may_be_unused)
+            totals = {name: self._total(owners[name], flat) for name, flat in given.items()}
+            places = self._places(group, given, totals, may_be_unused)
+            for name, total in totals.items():
+                picked[name] = self._picked(total, places[name])
             if in_part:
                 parts = [picked[name] for name in in_part]
                 rows = _rows_of(parts, [given[name].numel() for name in in_part], given[in_part[0]])
@@ -210,11 +214,12 @@ class Sparsifier:
         request.fields = {"tensors": description or described(tensors)} | request.fields
         means: Rows = job_of_one(group, request).run()
         reduce_dense(group, copies, "avg", self.wire_dtype)
-        starts = means.indices.new_tensor(_starts([given[name].numel() for name in in_part]))
-        cuts = torch.searchsorted(means.indices, starts).tolist()
+        starts = _starts([given[name].numel() for name in in_part])
+        bounds = there(starts, means.indices)
+        cuts = read(group, torch.searchsorted(means.indices, bounds))
         for number, name in enumerate(in_part):
             mine = slice(cuts[number], cuts[number + 1])
-            where = means.indices[mine].long() - int(starts[number])
+            where = means.indices[mine].long() - starts[number]
             self._keep(owners[name], picked[name])
             given[name].zero_().index_copy_(0, where, means.values[mine])
         for name, mean in zip(whole, copies, strict=True):
@@ -225,18 +230,44 @@ class Sparsifier:
         """Whether only a part of a tensor is sent."""
         return flat.is_floating_point() and flat.numel() >= self.min_numel and self.density < 1
 
-    def _pick(self, owner: Owner, flat: Tensor, may_be_unused: bool) -> Picked:
-        """Add a step's tensor to its residual, and select what is sent."""
+    def _total(self, owner: Owner, flat: Tensor) -> Tensor:
+        """A step's tensor, added to its residual if there is one."""
         residual = self._residual(owner)
-        total = flat if residual is None else residual.to(flat.device) + flat
-        if may_be_unused and not flat.any():
-            where = torch.empty(0, dtype=torch.int64, device=flat.device)
-        elif self._is_sparsified(flat):
-            where = entries_to_send(total, self.density)
-        else:
-            where = None
+        return flat if residual is None else residual.to(flat.device) + flat
+
+    def _places(
+        self,
+        group: Group,
+        given: Mapping[str, Tensor],
+        totals: Mapping[str, Tensor],
+        may_be_unused: bool,
+    ) -> dict[str, Tensor | None]:
+        """Where the entries are that are sent of each tensor; None: all. The host waits once."""
+        chosen: list[Tensor | None] = []
+        counts: list[Tensor] = []
+        for name, flat in given.items():
+            places, count = None, torch.ones((), dtype=torch.int64, device=flat.device)
+            if self._is_sparsified(flat):
+                places, count = entries_to_send(totals[name], self.density)
+            if may_be_unused:
+                count = count * flat.any()
+            chosen.append(places)
+            counts.append(count)
+        numbers = read(group, torch.stack(counts)) if counts else []
+        found: dict[str, Tensor | None] = {}
+        for (name, flat), places, number in zip(given.items(), chosen, numbers, strict=True):
+            if places is not None:
+                found[name] = places[:number]
+            elif not number:
+                found[name] = torch.empty(0, dtype=torch.int64, device=flat.device)
+            else:
+                found[name] = None
+        return found
+
+    def _picked(self, total: Tensor, where: Tensor | None) -> Picked:
+        """What is sent of a tensor: its entries at some places, or all."""
         values = total if where is None else total[where]
-        sent = values.to(travelling(flat.dtype, self.wire_dtype)).to(flat.dtype)
+        sent = values.to(travelling(total.dtype, self.wire_dtype)).to(total.dtype)
         return Picked(total, where, sent)
 
     def _keep(self, owner: Owner, picked: Picked) -> None:
