@@ -170,7 +170,7 @@ WAYS = {
         (executor, "DIRECT"): -1,
         (chain, "CHUNKS"): (16, 16),
     },
-    "verbs": {(autograd, "execute"): None, (autograd, "assemble"): None},
+    "verbs": {(executor, "_directly"): None, (autograd, "assemble"): None},
 }
 """How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks; by verbs
 alone, where tensors of the group do."""

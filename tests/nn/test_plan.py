@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.nn import executor
-from weft.nn.executor import assemble, execute, execute_by_verbs
+from weft.nn.executor import assemble, execute
 from weft.nn.grid import Box, balanced, boxes, whole
 from weft.nn.plan import Piece, Side, between
 from weft.schedules import chain
@@ -68,11 +68,8 @@ def test_the_adjoint(have, want):
 
 
 def carried_out(plan, x, group):
-    """By verbs, of all ranks, where tensors of the group go so; else by posts of the plan's."""
-    verbs = verbs_of(group, x.device)
-    if verbs is None:
-        return execute(plan, x, group) if group.rank in plan.ranks else None
-    return execute_by_verbs(plan, x, range(group.size), verbs)
+    """By verbs, where tensors of the group go so; else by posts."""
+    return execute(plan, x, group, range(group.size), verbs_of(group, x.device))
 
 
 KINDS = ("threads", "verbs")

@@ -154,6 +154,19 @@ def test_a_tensor_that_the_plan_does_not_read_has_a_gradient_of_zeros(on, rows):
     assert run(2, program, on=on) == [[1.0], [0.0]]
 
 
+@pytest.mark.parametrize("give", [(0, 1), (0,)])  # as an all_reduce does, and a broadcast
+@pytest.mark.parametrize(("on", "rows"), [("threads", 4), ("threads", 40_000), ("verbs", 4)])
+def test_a_rank_that_takes_part_and_is_not_in_the_plan_gets_nothing(on, rows, give):
+    have, want = (side((rows + len(give),), ranks=ranks) for ranks in (give, (0, 1)))
+
+    def program(group):
+        x = torch.full((rows + len(give),), 1.0 + group.rank)
+        return Layer(Given(weft.Partition(3), have, want))(x)[:1].tolist()
+
+    total = float(sum(1 + rank for rank in give))
+    assert run(3, program, on=on) == [[total], [total], []]
+
+
 def test_a_plan_that_exits_does_so_on_every_rank_and_loses_no_group():
     def program(group):
         with pytest.raises(SystemExit):

@@ -28,7 +28,7 @@ from ..comm.staging import unfollowed
 from ..group.group import Group
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
-from .executor import assemble, execute, execute_by_verbs, has_addition
+from .executor import assemble, execute, has_addition
 from .spec import Spec, planned
 
 
@@ -167,10 +167,7 @@ class Call:
             # if its own is another, the tensor has no volume, so that its own said nothing
             local = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             local = local.resolve_conj().resolve_neg()
-            if verbs is None:
-                y = execute(plan, local, group)
-            else:
-                y = execute_by_verbs(plan, local, self.ranks, verbs)
+            y = execute(plan, local, group, self.ranks, verbs)
         if group.rank not in plan.want.shapes:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
         y = in_format_of(x, y)

@@ -6,13 +6,13 @@ stays on a rank is copied. Nothing is padded, and no zeros travel.
 
 Plans that are well-known collectives have schedules of their own:
 
-* broadcast and sum_reduce of more than 64 KiB, on the host: along a chain, chunk by chunk. Every
-  link carries the tensor once, however many ranks there are; a sum grows on its way to the root.
-* all_reduce: the group's own. It also serves sum_reduce of more than 64 KiB where there is no
-  chain, if the root has an addend; so no rank receives as much as all others have.
+* broadcast and sum_reduce of more than 64 KiB: along a chain, chunk by chunk. Every link carries
+  the tensor once, however many ranks there are; a sum grows on its way to the root.
+* all_reduce: the group's own.
 
 Tensors that the wire does not carry, such as those of accelerators, go by one verb of all ranks of
-the call, also of those that send and receive nothing (`execute_by_verbs`).
+the call, also of those that send and receive nothing: a broadcast, a reduction, which serves
+sum_reduce, too, or an exchange, in which each message lies behind the one before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ..group.group import Group
 from ..group.pending import Pending
 from ..schedules import dense_all_reduce
 from ..schedules.chain import Chain
-from ..schedules.dense import reduce
 from ..verbs.interface import Verbs
 from ..wire.interface import Lease
 from .grid import Box
@@ -60,70 +59,55 @@ def has_addition(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS or dtype.is_complex or (dtype.is_floating_point and not float8)
 
 
-def execute(plan: Plan, x: Tensor, group: Group) -> Tensor:
-    """Carry out a plan; return this rank's result, a new tensor. Collective among its ranks.
+def execute(
+    plan: Plan, x: Tensor, group: Group, ranks: Sequence[int], verbs: Verbs | None
+) -> Tensor:
+    """Carry out a plan; return this rank's result, a new tensor. Collective among the ranks.
 
     Args:
         plan: the same on all of them; ranks as the group counts.
-        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype, if
-            that has none. The wire carries it.
+        x: this rank's tensor, of the shape that the plan has for it; ignored, but for its dtype
+            and device, if that has none.
         group: of all ranks.
+        ranks: that take part, ascending.
+        verbs: of these, by which the tensor goes; None: the wire carries it.
     """
-    if plan.hint == "all_reduce":
-        wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums
-        total = fresh(tuple(x.shape), wide).copy_(x)
-        dense_all_reduce(among(group, tuple(plan.ranks)), total, "sum").wait()
-        return total.to(x.dtype)
-    if plan.hint is not None and math.prod(_shape(plan)) * x.dtype.itemsize > DIRECT:
+    hint = plan.hint if len(plan.ranks) == len(ranks) else None
+    if hint == "all_reduce" or (verbs is not None and hint == "sum_reduce"):
+        return _reduced(plan, x, group, ranks)
+    if verbs is not None:
+        carry_out = _broadcast if hint == "broadcast" else _by_an_exchange
+        return carry_out(plan, x, ranks, verbs)
+    if hint is not None and math.prod(_shape(plan)) * x.dtype.itemsize > DIRECT:
         return _along_a_chain(plan, x, group)
     return _directly(plan, x, group)
 
 
-def execute_by_verbs(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
-    """As `execute`, of a tensor that verbs carry. Collective among the ranks of the call.
-
-    Args:
-        plan, x: as of `execute`.
-        ranks: of the call, ascending, as the plan counts them.
-        verbs: of these ranks.
-    """
-    if plan.hint is not None and math.prod(_shape(plan)) > 0:
-        return _by_a_collective(plan, x, ranks, verbs)
-    return _by_an_exchange(plan, x, ranks, verbs)
-
-
 def _shape(plan: Plan) -> Shape:
-    """That of all tensors of a plan in which they have one."""
+    """That of all tensors of a plan which a collective carries out."""
     return next(iter(plan.have.shapes.values()))
 
 
-def _by_a_collective(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
-    """Carry out a plan by the collective that is its hint; all ranks get the result.
-
-    Who has nothing adds zeros.
-    """
-    has_tensor = ranks[verbs.rank] in plan.have.shapes
-    if plan.hint == "broadcast":
-        y = fresh(_shape(plan), x.dtype, x.device)
-        if has_tensor:
-            y.copy_(x)
-        (root,) = plan.have.shapes
-        verbs.broadcast(y, ranks.index(root))
-        return y
-    total = torch.zeros(_shape(plan), dtype=_WIDE.get(x.dtype, x.dtype), device=x.device)
-    if has_tensor:
+def _reduced(plan: Plan, x: Tensor, group: Group, ranks: Sequence[int]) -> Tensor:
+    """The sum of all tensors, on every rank. Who has none adds zeros."""
+    wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums
+    total = fresh(_shape(plan), wide, x.device)
+    if group.rank in plan.have.shapes:
         total.copy_(x)
-    _sum(verbs, total)
+    else:
+        total.zero_()
+    dense_all_reduce(among(group, tuple(ranks)), total, "sum").wait()
     return total.to(x.dtype)
 
 
-def _sum(verbs: Verbs, tensor: Tensor) -> None:
-    """Add up the tensors of all ranks, in place."""
-    if verbs.reduces("sum", tensor.dtype):
-        verbs.all_reduce(tensor, "sum")
-        return
-    parts = verbs.all_gather(tensor.view(-1))
-    reduce([*parts.view(verbs.size, -1)], "sum", tensor)
+def _broadcast(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
+    """The tensor of the one rank that has one, on all."""
+    (root,) = plan.have.shapes
+    y = fresh(_shape(plan), x.dtype, x.device)
+    if ranks[verbs.rank] == root:
+        y.copy_(x)
+    verbs.broadcast(y, ranks.index(root))
+    return y
 
 
 def _by_an_exchange(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -> Tensor:
