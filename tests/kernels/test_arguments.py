@@ -7,19 +7,30 @@ import torch
 
 from weft import kernels
 from weft.kernels import jit, reference
-from weft.kernels.ops import OPS
+from weft.kernels.ops import OPS, Op
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("ids", [[1, 0, 1], [0, 0, 1], [3, 1], [1, 3]])
+@pytest.mark.parametrize("ids", [[1, 0, 1], [0, 0, 1], [3, 1]])
 @pytest.mark.parametrize("wrong", [-1, 2])
-def test_rows_that_are_not_among_the_distinct_ones(monkeypatch, compile, ids, wrong):
-    if not compile:
-        monkeypatch.setattr(jit, "loops", lambda: None)
+def test_rows_that_are_not_among_the_distinct_ones(ids, wrong):
     distinct, values = reference.distinct(torch.tensor(ids)), torch.ones(len(ids), 4)
     chosen = torch.tensor([0, wrong, 1], dtype=torch.int32)
     with pytest.raises(IndexError):
-        kernels.reduce(values, distinct, OPS["sum"], torch.empty(3, 4), chosen)
+        kernels.reduce_some(values, distinct, OPS["sum"], chosen, torch.empty(3, 4))
+
+
+def test_some_rows_are_reduced_only_where_that_takes_less_time(monkeypatch):
+    chosen, out = torch.tensor([1], dtype=torch.int32), torch.full((1,), 7.0)
+    values, found = torch.ones(3), kernels.distinct(torch.tensor([3, 1, 3]))
+    for op in (OPS["prod"], Op("callable add", torch.add, builtin=False)):
+        assert not kernels.reduce_some(values, found, op, chosen, out)
+    sorted_ones = kernels.distinct(torch.tensor([1, 3, 9]))
+    assert not kernels.reduce_some(values, sorted_ones, OPS["sum"], chosen, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "loops", lambda: None)
+        assert not kernels.reduce_some(values, found, OPS["sum"], chosen, out)
+    assert out.tolist() == [7.0]
+    assert kernels.reduce_some(values, found, OPS["sum"], chosen, out) and out.tolist() == [2.0]
 
 
 def test_rows_that_need_nothing_are_not_copied():

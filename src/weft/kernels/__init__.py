@@ -134,28 +134,20 @@ def ascends(indices: Tensor, last: int) -> bool:
     return cpu.ascends(code, indices, last)
 
 
-def reduce(
-    values: Tensor,
-    distinct: Distinct,
-    op: Op,
-    out: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
+def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor | None = None) -> Tensor:
     """Combine the rows of each distinct index, in input order, rounding once.
 
     Args:
         values: `[k, *row_shape]`, the rows of the indices that `distinct` was made from.
         distinct: their distinct indices.
         op: how to combine; a callable is given neighbours of all indices at once.
-        out: `[n, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
+        out: `[u, *row_shape]` of `values.dtype`, of `op.accumulator(values.dtype)`, or for floating
             point of half precision, to be filled; by default a new tensor of `values.dtype`.
-        rows: the numbers of some of the distinct indices (int32 `[n]`, any order); None: all.
 
     Returns:
-        `out`. Without `out` and `rows`, where the indices were sorted and unique, `values` itself.
+        `out`. Without `out`, where the indices were sorted and unique, `values` itself.
 
     Raises:
-        IndexError: a number in `rows` is not that of a distinct index.
         ValueError: there is not one row for each index, or `out` has another shape.
 
     Example:
@@ -164,52 +156,73 @@ def reduce(
         tensor([[2.],
                 [5.]])
     """
-    # `numel` and `shape`: `len` of a tensor is Python's, which is much for a few rows
-    many, count = distinct.indices.numel(), values.shape[0]
-    given = many if distinct.order is None else distinct.order.numel()
-    if distinct.starts is not None and distinct.order is None:
-        given = int(distinct.starts[-1]) if on_host(distinct.starts) else count
-    if count != given:
-        raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
-    shape = (many if rows is None else rows.numel(), *values.shape[1:])
-    unique = distinct.order is None and distinct.starts is None
+    _check_count(values, distinct)
+    is_unique = distinct.order is None and distinct.starts is None
     if out is None:
-        if unique and rows is None:
+        if is_unique:
             return values
-        out = values.new_empty(shape)
-    elif out.shape != shape:
-        raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
+        out = values.new_empty((distinct.indices.numel(), *values.shape[1:]))
+    else:
+        _check_shape(out, distinct.indices, values)
     if out.numel() == 0:
         return out
-    rows = None if rows is None else rows.contiguous()
     total = out
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # for which there is no loop
-        total = values.new_empty(shape)
-    code = None if unique else _code(values)
-    if code is None or not cpu.reduce(code, values, distinct, op, total, rows):
-        _by_definition(values, distinct, op, total, rows)
+        total = torch.empty_like(out, dtype=values.dtype)
+    code = None if is_unique else _code(values)
+    if code is None or not cpu.reduce(code, values, distinct, op, total):
+        reference.reduce(values.detach(), distinct, op, total)
     if total is not out:
         reference.finish(total, out, 1)
     return out
 
 
-def reduces_some(values: Tensor, distinct: Distinct, op: Op) -> bool:
-    """Whether `reduce` takes less time for some `rows`, not as long as for all of them."""
-    return distinct.starts is None or (op.builtin and _code(values) is not None)
+def reduce_some(values: Tensor, distinct: Distinct, op: Op, rows: Tensor, out: Tensor) -> bool:
+    """Combine the rows of some of the distinct indices, as `reduce` does those of all.
+
+    Args:
+        values: as for `reduce`.
+        distinct: their distinct indices.
+        op: how to combine.
+        rows: the numbers of some of the distinct indices, int32 `[n]`, in any order.
+        out: `[n, *row_shape]`, to be filled.
+
+    Returns:
+        False, and nothing was done, where only `reduce` of all serves: there is no loop for these.
+
+    Raises:
+        IndexError: a number in `rows` is not that of a distinct index.
+        ValueError: as `reduce`.
+
+    Example:
+        >>> values, out = torch.tensor([[1.0], [2.0], [4.0]]), torch.empty(1, 1)
+        >>> found = distinct(torch.tensor([7, 2, 7]))
+        >>> reduce_some(values, found, OPS["sum"], torch.tensor([1], dtype=torch.int32), out)
+        True
+        >>> out
+        tensor([[5.]])
+    """
+    _check_count(values, distinct)
+    _check_shape(out, rows, values)
+    if distinct.order is None and distinct.starts is None:
+        return False
+    code = _code(values)
+    return code is not None and cpu.reduce(code, values, distinct, op, out, rows)
 
 
-def _by_definition(
-    values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None
-) -> None:
-    values = values.detach()
-    if rows is not None and distinct.starts is None:
-        order = rows if distinct.order is None else distinct.order.index_select(0, rows)
-        distinct, rows = Distinct(rows, order, None), None
-    if rows is None:
-        reference.reduce(values, distinct, op, out)
-        return
-    everything = out.new_empty(distinct.indices.numel(), *out.shape[1:])
-    torch.index_select(reference.reduce(values, distinct, op, everything), 0, rows, out=out)
+def _check_count(values: Tensor, distinct: Distinct) -> None:
+    count, order, starts = values.shape[0], distinct.order, distinct.starts
+    given = distinct.indices.numel() if order is None else order.numel()
+    if starts is not None and order is None:
+        given = int(starts[-1]) if on_host(starts) else count
+    if count != given:
+        raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
+
+
+def _check_shape(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    shape = indices.numel(), *values.shape[1:]
+    if out.shape != shape:
+        raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
 
 
 def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None = None) -> Union:

@@ -264,7 +264,7 @@ def _kinds(src: torch.dtype, dst: torch.dtype, op: str) -> tuple[str, str, str, 
 def reduce(
     code: Loops, values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None = None
 ) -> bool:
-    """See `weft.kernels.reduce`."""
+    """See `weft.kernels.reduce`, and of some `rows` `reduce_some`."""
     kinds = _kinds(values.dtype, out.dtype, op.name)
     if kinds is None or not (op.builtin and out.is_contiguous()):
         return False

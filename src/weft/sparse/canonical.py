@@ -76,12 +76,11 @@ class CanonicalRows:
         """Write the rows at some positions (int32) among the indices to `out`."""
         if not positions.numel():
             return
-        rows = self._given, self._distinct, self._op
-        in_parts = self._values is None and self._given.is_contiguous()
-        if in_parts and kernels.reduces_some(*rows):
-            kernels.reduce(*rows, out=out, rows=positions)
-        else:
-            torch.index_select(self.values, 0, positions, out=out)
+        if self._values is None and self._given.is_contiguous():
+            rows = self._given, self._distinct, self._op
+            if kernels.reduce_some(*rows, positions, out):
+                return
+        torch.index_select(self.values, 0, positions, out=out)
 
     def release(self) -> None:
         """Give back the memory of `values`."""
