@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import weft
 from weft import Rows
 from weft.group.group import Group
-from weft.sparse import rate
+from weft.sparse import plain, rate
 
 COMBINE = {  # what torch does with two terms, by the name of an operation
     "sum": torch.add,
@@ -125,3 +127,15 @@ def check_stages(done: Any) -> None:
 def bytes_of(tensor: Tensor) -> bytes:
     """What a tensor holds."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def on_stand_in():
+    """Whether rows are sorted and merged as on a device."""
+    return not plain.on_host(torch.empty(0))
+
+
+def refuses_the_largest_index(call):
+    """It stands behind the indices of a rank that has few, on a device."""
+    rows = torch.tensor([2**63 - 1]), torch.ones(1)
+    with pytest.raises(weft.WeftError, match=f"index {2**63 - 1} is too large for a device"):
+        call(rows)

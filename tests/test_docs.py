@@ -165,7 +165,7 @@ def test_the_path_of_a_call_leads_along_files():
             assert (ROOT / "src/weft" / path).exists(), path
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "plain"])
 def test_every_algorithm_is_described(algorithm):
     text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     [row] = re.findall(rf"\n\| \[`{algorithm}`\]\(#{algorithm}\) \|(.+)\|\n", text)

@@ -206,18 +206,7 @@ BY_NAME = {"setattr", "delattr", "getattr", "hasattr"}  # also monkeypatch's
 ALLOWED = {
     "_torch": "weft's file of what torch hides; the names in it are plain",
     "_version": "torch's: no public name says how often a tensor was written to",
-    "_schema": "torch's: no public name says what an operator writes to",
     "_DistTestBase": "torch's: its own tests of a backend, which are run",
-    **dict.fromkeys(
-        (
-            "_handle_kernel_launch",
-            "_handle_event_creation",
-            "_handle_event_record",
-            "_handle_event_wait",
-            "_handle_stream_synchronization",
-        ),
-        "torch's: CUDA's sanitizer is told in no other way what a stand-in device does",
-    ),
 }
 
 

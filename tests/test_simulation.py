@@ -215,7 +215,6 @@ def test_an_all_gather_goes_directly_where_little_comes_altogether_or_within_a_h
     assert not sizes.sends_directly(90 << 10)
     assert sizes.but(ranks=2).sends_directly(90 << 10)
     assert sizes.but(hosts=weft.sparse.Hosts((0, 0, 0, 0))).sends_directly(1 << 30)
-    assert sizes.but(staying=True).sends_directly(1 << 30)
 
 
 def test_between_distant_hosts_few_gathered_rows_go_to_all(ran):

@@ -57,7 +57,8 @@ def test_an_mpi_that_does_not_run_is_no_mpi(monkeypatch, is_initialized, is_fina
     library = types.SimpleNamespace(
         Is_initialized=lambda: is_initialized, Is_finalized=lambda: is_finalized
     )
-    monkeypatch.setattr(mpi.importlib, "import_module", lambda name: library)
+    imports = types.SimpleNamespace(import_module=lambda name: library)
+    monkeypatch.setattr(mpi, "importlib", imports)
     with pytest.raises(weft.WeftError, match="MPI does not run in this process"):
         mpi.world()
 

@@ -316,8 +316,8 @@ def test_a_result_is_not_copied_into_its_gradient():
     job_of, results = backward.job_of, []
 
     def remember(*args):
-        job = job_of(*args)
-        return lambda: results.append(job()) or results[-1]
+        job, device = job_of(*args)
+        return lambda: results.append(job()) or results[-1], device
 
     model = registered(nn.EmbeddingBag(VOCABULARY, WIDTH, sparse=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -430,8 +430,8 @@ def an_error_and_the_next_step(options):
     model = Model()
     ours = DistributedDataParallel(copy.deepcopy(model), **options)
     plain = plain_ddp(model, **options)
-    state = ddp.register(ours, algorithm=["gather", "split"][dist.get_rank()])
-    with pytest.raises(WeftError, match=r"algorithm: .*gather.*split") as caught:
+    state = ddp.register(ours, algorithm=["auto", "plain"][dist.get_rank()])
+    with pytest.raises(WeftError, match=r"algorithm: .*auto.*plain") as caught:
         ours(words(0)).sum().backward()
     assert type(caught.value) is WeftError and same_on_all(str(caught.value))
     assert any("zero_grad" in note for note in caught.value.__notes__)
@@ -938,7 +938,9 @@ def noted():
 def test_by_the_group_gradients_are_the_same():
     with noted() as began:
         with_all_options(same_gradients)
-    assert {*began} == {"all_reduce torch.float32"} or dist.get_world_size() == 1
+    # of a table so small that it is summed whole, too, and of which of its rows are there
+    sums = {"all_reduce torch.float32", "all_reduce torch.uint8"}
+    assert {*began} <= sums and (began or dist.get_world_size() == 1)
 
 
 @trained(4, wire="group")

@@ -22,7 +22,7 @@ def part(rank, height=30):
     return weft.Rows(indices, torch.randint(-4, 5, (20, 2), generator=draw).float(), height)
 
 
-@spmd(1, 4, on=("threads", "device", "processes"))
+@spmd(1, 4, on=("threads", "stand-in", "processes"))
 def test_what_you_give_is_what_you_get(group):
     rows, want = part(group.rank), expected([part(rank) for rank in range(group.size)])
 
@@ -41,7 +41,7 @@ def test_what_you_give_is_what_you_get(group):
     assert torch.equal(tables[1][1], want.values[:, 0])
 
 
-@spmd(1, 3, on=("threads", "device", "processes"))
+@spmd(1, 3, on=("threads", "stand-in", "processes"))
 def test_several_sparse_dimensions_are_restored(group):
     draw = torch.Generator().manual_seed(group.rank)
     indices = torch.stack([torch.randint(3, (9,), generator=draw) for _ in range(2)])
@@ -54,7 +54,7 @@ def test_several_sparse_dimensions_are_restored(group):
         assert torch.equal(total.to_dense(), weft.all_reduce(coo.to_dense()))
 
 
-@spmd(1, 3, on=("threads", "device", "processes"))
+@spmd(1, 3, on=("threads", "stand-in", "processes"))
 def test_values_that_are_not_what_their_memory_says(group):
     """A sign that torch has not yet applied, and a row of stride 0."""
     turned = torch.full((2, 3), 1 + 2j).conj()
@@ -69,7 +69,7 @@ def test_values_that_are_not_what_their_memory_says(group):
         assert call((turned, torch.ones(2, 3)))[0].unique().tolist() == [2, 4]
 
 
-@spmd(1, 2, on=("threads", "device", "processes"))
+@spmd(1, 2, on=("threads", "stand-in", "processes"))
 def test_torch_names_of_operations(group):
     rows = part(group.rank)
     names = {"SUM": "sum", "AVG": "avg", "MIN": "min", "MAX": "max", "PRODUCT": "prod"}
@@ -89,7 +89,7 @@ def test_a_link_of_nonsense_is_told_to_all(group):
     weft.sparse_all_reduce(part(group.rank))
 
 
-@spmd(1, 2, 4, on=("threads", "device", "processes"))
+@spmd(1, 2, 4, on=("threads", "stand-in", "processes"))
 def test_asynchronous_calls_keep_their_order(group):
     works = [
         weft.sparse_all_reduce(
@@ -107,7 +107,7 @@ def test_asynchronous_calls_keep_their_order(group):
         assert work.get_future().wait()[1].tolist() == values.tolist()
 
 
-@spmd(2, on=("threads", "device", "processes"))
+@spmd(2, on=("threads", "stand-in", "processes"))
 def test_asynchronous_errors_come_out_of_wait(group):
     bad = torch.tensor([-1 if group.rank else 1])
     work = weft.sparse_all_reduce((bad, torch.ones(1)), async_op=True)

@@ -43,7 +43,6 @@ def test_the_best_rate_that_a_call_reached_is_kept(group, monkeypatch):
     [
         {"total": 6000, "most": 3000, "fewest": 3000},  # less than a megabyte comes
         {"hosts": Hosts((0, 0))},
-        {"staying": True},
     ],
 )
 def test_what_says_nothing_of_the_link_is_not_kept(group, changes):
@@ -102,11 +101,6 @@ def test_within_a_host_they_do_not(ranks, chunk):
     for rate in (1, 40):
         found = fitted(sizes, rate)
         assert (found.chunk, found.gaps) == (chunk, False)
-
-
-def test_on_an_accelerator_messages_are_whole():
-    found = fitted(SIZES.but(staying=True), 1)
-    assert found.chunk > 1 << 40 and not found.gaps
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan", "50,10", ""])

@@ -30,7 +30,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@spmd(1, 3, on=("threads", "device", "processes"))
+@spmd(1, 3, on=("threads", "stand-in", "processes"))
 def test_what_is_no_rank_is_named_to_all(group, name):
     for wrong, said in ((Mute(), "a Mute"), (-1, "-1"), (99, "99"), (0.0, "0.0"), (None, "None")):
         odd = group.rank == group.size - 1
@@ -40,7 +40,7 @@ def test_what_is_no_rank_is_named_to_all(group, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@spmd(3, on=("threads", "device", "processes"))
+@spmd(3, on=("threads", "stand-in", "processes"))
 def test_any_integer_is_a_rank(group, name):
     for root in (np.int32(2), torch.tensor(2), 2):
         result = CALLS[name](rows_of(group.rank), root if group.rank == 1 else 2)
@@ -66,7 +66,7 @@ def of_four_bits(values):
         (of_four_bits, "values are torch.uint4, which torch does not copy: view another dtype"),
     ],
 )
-@spmd(1, 3, on=("threads", "device", "processes"))
+@spmd(1, 3, on=("threads", "stand-in", "processes"))
 def test_values_that_are_more_or_less_than_bytes_are_refused_by_all(group, kind, says):
     calls = (
         weft.sparse_all_reduce,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import threading
 from itertools import pairwise
 
@@ -109,20 +108,6 @@ def test_it_equals_the_definition(size, names):
         return begins_in_hosts(group, names, wanted(size)[0][group.rank])
 
     assert set(run(size, program)) == {share_hosts(names)}
-
-
-@pytest.mark.parametrize("names", ["aabba", "abcabcab"])
-def test_on_an_accelerator_it_is_flat_whatever_hosts_there_are(names):
-    """The host would wait in each stage; real numbers have the bits of a flat split."""
-    parts = real_parts()[: len(names)]
-
-    def program(group):
-        taken = begins_in_hosts(group, names, parts[group.rank])
-        return taken, reduced(group, names, parts).values
-
-    flat = run(len(names), lambda group: reduced(group, range(len(names)), parts).values)[0]
-    for taken, values in run(len(names), program, on="device"):
-        assert not taken and torch.equal(values, flat)
 
 
 @spmd(4, 7)
@@ -266,59 +251,6 @@ def test_values_that_travel_narrow_are_rounded_twice_in_all_stages(names, wire_d
         assert (error.abs() <= bound[found.indices]).all()
 
 
-@pytest.mark.parametrize(
-    ("names", "in_hosts"),  # else it is flat: the ranks of a host are no neighbours
-    [("aaaabbbb", True), ("aaabbbbb", True), ("abababab", False), ("aabbaabb", False)],
-)
-def test_a_function_whose_order_matters_gets_its_operands_in_rank_order(names, in_hosts):
-
-    def product(left, right):
-        """Of 2x2 matrices: associative, not commutative."""
-        return left @ right
-
-    parts = []
-    for rank in range(8):
-        draw = torch.Generator().manual_seed(rank)
-        values = torch.randint(-3, 4, (150, 2, 2), generator=draw)
-        parts.append(weft.Rows(torch.randperm(200, generator=draw)[:150], values, 200))
-    want = expected(parts, product)
-
-    def program(group):
-        same(reduced(group, names, parts, product), want)
-        return begins_in_hosts(group, names, parts[group.rank], product)
-
-    assert set(run(8, program)) == {in_hosts}
-
-
-def test_hosts_keep_the_order_where_the_op_needs_it():
-    taken = 0
-    for names in itertools.product("abc", repeat=6):
-        sizes = sizes_of(names, in_order=True)
-        if sizes.begins_in_hosts:
-            assert [*itertools.chain(*sizes.ranks_of_hosts)] == [*range(6)], names
-            taken += 1
-    assert taken
-
-
-def test_a_function_that_raises_is_everybodys_error():
-
-    def last(left, right):
-        return right
-
-    def fails(left, right):
-        raise KeyError("no")
-
-    fails.__module__, fails.__qualname__ = last.__module__, last.__qualname__
-    parts = [rows_of(rank) for rank in range(4)]
-
-    def program(group):
-        with pytest.raises(weft.WeftError, match=r"rank 2: KeyError: 'no'"):
-            reduced(group, "aabb", parts, last if group.rank != 2 else fails)
-        reduced(group, "aabb", parts, last)
-
-    run(4, program)
-
-
 def test_a_rank_that_dies_is_everybodys_error(monkeypatch):
     parts = [rows_of(rank) for rank in range(4)]
 
@@ -345,6 +277,7 @@ def test_a_rank_that_dies_is_everybodys_error(monkeypatch):
 
 RANK = """
 import json, os, signal, sys, time, torch, weft
+from weft import kernels
 from weft.sparse.call import Call
 place, victim, stage = sys.argv[1:]
 group = weft.init(rendezvous=f"file://{place}", timeout=120.0)
@@ -353,9 +286,11 @@ def dies_in(here):
     if calls == 2 and here == stage and group.rank == int(victim):
         print(json.dumps({"at": time.monotonic()}), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-def add(left, right):  # as a block's rows are summed: ranks of other blocks wait for the sums
+combine = kernels.combine
+def dying(*given):  # as a block's rows are summed: ranks of other blocks wait for the sums
     dies_in("the first")
-    return left + right
+    return combine(*given)
+kernels.combine = dying
 make = Call.result
 def result(call, count):  # as a block is told its sums, before they come
     dies_in("the last")
@@ -365,9 +300,9 @@ rows = weft.Rows(torch.arange(50_000), torch.ones(50_000, 8), 50_000)
 try:
     while calls < 5:
         calls += 1
-        weft.sparse_all_reduce(rows, add, algorithm="split")
+        weft.sparse_all_reduce(rows, algorithm="split")
         if calls == 1:
-            sizes = weft.explain(rows, add, algorithm="split").sizes
+            sizes = weft.explain(rows, algorithm="split").sizes
             print(json.dumps({"hosts": sizes.ranks_of_hosts}))
 except weft.WireError as error:
     print(json.dumps({"text": str(error), "culprit": error.culprit, "at": time.monotonic()}))

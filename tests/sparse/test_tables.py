@@ -5,20 +5,16 @@ from __future__ import annotations
 import functools
 import io
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import weft
 from cases import in_case, same
-from weft import kernels
-from weft.base.devices import as_device, on_host
-from weft.kernels import reference
 from weft.sparse import ALGORITHMS, last_call
-from weft.testing import expected, run, spmd
+from weft.testing import expected, spmd
 
-THREADS = ("threads", "device")
+THREADS = ("threads", "stand-in")
 EVERYWHERE = (*THREADS, "processes")
 LOCK = threading.Lock()
 KINDS = [  # row shape, dtype, index dtype, height
@@ -44,9 +40,9 @@ def table(rank, number, kind, count):
     return weft.Rows(indices.to(index), values.to(dtype), height)
 
 
-def serving(*names):
-    """Those that serve tensors that lie where those of a test are taken to lie."""
-    return [name for name in names if on_host(torch.empty(0)) or name != "doubling"]
+def serving(group, *names):
+    """Those that serve tensors that go as those of the group do."""
+    return ["auto", "plain"] if group.session.is_by_group else [*names]
 
 
 def tables_of(rank, kinds, count, *, missing=()):
@@ -82,7 +78,7 @@ def mine(group, kinds, count, missing=()):
     return tables_of(group.rank, kinds, count, missing=missing)
 
 
-@pytest.mark.parametrize("name", ["auto", *sorted(ALGORITHMS)])
+@pytest.mark.parametrize("name", ["auto", "plain", *sorted(ALGORITHMS)])
 @spmd(1, 3, on=THREADS)
 def test_each_table_as_if_alone(group, name):
     each_table_as_if_alone(group, name)
@@ -102,9 +98,11 @@ def each_table_as_if_alone(group, name):
             check(group, got, kinds, 20, missing=missing)
             record = last_call()
             assert record.union == sum(map(len, got))
-            few = ("eager",) if on_host(got[0].values) else ("gather",)
-            wanted = ("alone",) if group.size == 1 else few if name == "auto" else (name,)
-            assert record.algorithm in wanted
+            by_rule = "alone" if group.size == 1 else "eager"
+            if group.session.is_by_group or name == "plain":
+                assert record.algorithm == "plain"
+            else:
+                assert record.algorithm == (name if name != "auto" and group.size > 1 else by_rule)
 
 
 @pytest.mark.parametrize("height", [2**29 + 1, 2**30 - 1, 2**31 - 1])
@@ -112,7 +110,7 @@ def each_table_as_if_alone(group, name):
 def test_tables_whose_heights_together_need_more_than_32_bits(group, height):
     """Each by itself needs fewer."""
     kinds = [((3,), torch.float32, torch.int32, height)] * 4
-    for name in ("auto", "gather", "split"):
+    for name in serving(group, "auto", "gather", "split"):
         with in_case(name):
             got = weft.sparse_all_reduce(mine(group, kinds, 20), algorithm=name)
             check(group, got, kinds, 20)
@@ -122,7 +120,7 @@ def check_against_single_calls(group, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
     got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
     record = last_call()
-    single = "gather" if algorithm == "auto" else algorithm
+    single = "gather" if algorithm == "auto" and record.algorithm != "plain" else algorithm
     for result, each in zip(got, rows, strict=True):
         with in_case(algorithm, options):
             alike(result, weft.sparse_all_reduce(each, algorithm=single, **options))
@@ -161,7 +159,7 @@ def test_operations_and_rounding(group, kinds):
         return right
 
     # of the others each has one of the sizes with an operation; auto has all of both
-    others = serving("gather", "split", "doubling")
+    others = serving(group, "gather", "split", "doubling")
     sizes = ((9, torch.bfloat16), (1100, torch.float16), (30, None))
     for turn, (count, narrow) in enumerate(sizes):
         rows = mine(group, kinds, count, missing={(1, 1)})
@@ -169,12 +167,15 @@ def test_operations_and_rounding(group, kinds):
             each.values.add_(torch.linspace(0, 1, each.values.numel()).view(each.values.shape))
         for number, op in enumerate(("sum", "avg", "max", last)):
             other = [others[2 * number % len(others)]] if number % len(sizes) == turn else []
+            if op is last:  # which plain alone takes
+                other = ["plain"]
             for name in ("auto", *other):
                 seen.clear()
                 ran = check_against_single_calls(group, rows, name, op=op, wire_dtype=narrow)
                 if op is last:
                     assert seen <= {kind[1] for kind in kinds} and (seen or count < 1000), name
-                if group.size > 1 and name == "auto" and on_host(rows[0].values):
+                by_wire = op is not last and not group.session.is_by_group
+                if group.size > 1 and name == "auto" and by_wire:
                     assert (ran == "eager") == (count < 1000), op
 
 
@@ -242,7 +243,7 @@ def test_indices_that_do_not_fit_in_one_key_space(group):
     huge, other = (far, torch.ones(1, 3)), (torch.tensor([2**62]), torch.ones(1, 3))
     with pytest.raises(weft.WeftError, match=rf"table \d: index {2**62} is too large"):
         weft.sparse_all_reduce([other, huge])
-    far = far.clamp(max=2**60)  # on an accelerator the number of the table is above
+    far = far.clamp(max=2**60)
     for result in weft.sparse_all_reduce([(far, huge[1]), (far, torch.ones(1))]):
         assert result[0].tolist() == ([2**60] if group.size == 1 else [7, 2**60])
 
@@ -284,7 +285,7 @@ def test_a_rank_without_rows_learns_their_shape_and_knowing_it_saves_an_opening(
 @spmd(20, on=THREADS)
 def test_above_sixteen_ranks(group):
     missing = [(rank, rank % 7) for rank in range(20)]
-    for name in ("auto", "split"):
+    for name in serving(group, "auto", "split"):
         got = weft.sparse_all_reduce(mine(group, KINDS, 9, missing), algorithm=name)
         check(group, got, KINDS, 9, missing=missing)
     kinds = list(KINDS)
@@ -310,7 +311,7 @@ def test_hundreds_of_tables_and_none(group):
     for number, (indices, values) in enumerate(got):
         assert indices.tolist() == [*range(group.size), 7]
         assert values.tolist() == [number] * group.size + [number * group.size]
-    assert last_call().messages == 2 * (group.size - 1) or not on_host(values)
+    assert last_call().messages == 2 * (group.size - 1) or group.session.is_by_group
     bad = (torch.tensor([-1]), torch.ones(1))
     with pytest.raises(weft.WeftError, match="rank 0: table 599: index -1 is negative"):
         weft.sparse_all_reduce([*many[:599], bad if group.rank == 0 else many[0]])
@@ -321,7 +322,7 @@ def test_forms(group):
     rows = mine(group, KINDS[:3], 20)
     plain = weft.sparse_all_reduce(rows)
     given = [rows[0].to_coo(), (rows[1].indices, rows[1].values), rows[2]]
-    for name in serving("auto", "split", "doubling"):
+    for name in serving(group, "auto", "split", "doubling"):
         coo, pair, last_ = weft.sparse_all_reduce(given, algorithm=name)
         assert coo.is_coalesced()
         assert coo.shape == (50, 3)
@@ -356,7 +357,7 @@ def one_hot(group, number, *row_shape):
 @spmd(1, 2, 3, on=EVERYWHERE)
 def test_a_table_of_which_nobody_has_rows_stays_as_it_is(group):
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 4)
-    for name in serving("auto", "split", "doubling"):
+    for name in serving(group, "auto", "split", "doubling"):
         for others in ([], [one_hot(group, 1)], [one_hot(group, 1), one_hot(group, 2, 3)]):
             got = weft.sparse_all_reduce([*others, nothing, nothing], algorithm=name)
             shapes = [(group.size + 1, *values.shape[1:]) for _, values in others]
@@ -400,7 +401,7 @@ WRONG = {
     ),
     "op": (lambda rows: {"op": "max"}, "op: .* sum, rank 1 has max"),
     "unknown op": (lambda rows: {"op": "median"}, "rank 1: op 'median' is unknown"),
-    "algorithm": (lambda rows: {"algorithm": "split"}, "algorithm: .* auto, rank 1 has split"),
+    "algorithm": (lambda rows: {"algorithm": "plain"}, "algorithm: .* auto, rank 1 has plain"),
     "fewer": (lambda rows: {"rows": rows[:1]}, "number of tables: .* 2, rank 1 has 1"),
     "none": (lambda rows: {"rows": []}, "number of tables: .* 2, rank 1 has 0"),
     "no list": (lambda rows: {"rows": rows[0]}, r"different calls: .*of a list .* rank 1 has"),
@@ -419,33 +420,6 @@ def test_one_rank_errs_and_all_are_told(group):
             check(group, weft.sparse_all_reduce(rows), BOTH, 4)
 
 
-@pytest.mark.parametrize("height", [None, 50])
-@pytest.mark.parametrize("name", ["auto", "gather", "split"])
-def test_a_host_waits_for_an_accelerator_as_often_for_a_list_as_for_a_table(
-    monkeypatch, height, name
-):
-    """And once more for tables of another kind."""
-    seen, read = [], reference.read
-
-    def counted(numbers):
-        seen.append(numbers)
-        return read(numbers)
-
-    def body(group):
-        kinds = [((3,), torch.float32, torch.int64, height)] * 9
-        kinds += [((), torch.float32, torch.int64, height)] * others
-        missing = [(0, 2), (1, 0), (1, 9), (2, 4)]  # one rank has none of the other kind
-        got = weft.sparse_all_reduce(mine(group, kinds, 20, missing), algorithm=name)
-        check(group, got, kinds, 20, missing=missing)
-
-    for module in (kernels, reference):
-        monkeypatch.setattr(module, "read", counted)
-    for others in (0, 1):
-        seen.clear()
-        run(3, body, on="device")
-        assert len(seen) == 3 * (2 + others)
-
-
 @pytest.mark.parametrize("index", [-1, 50, 2**40])
 @spmd(2, on=THREADS)
 def test_an_index_outside_of_its_own_table_is_found(group, index):
@@ -457,24 +431,3 @@ def test_an_index_outside_of_its_own_table_is_found(group, index):
     with pytest.raises(weft.WeftError, match=f"rank 1: table 1: index {index} is "):
         weft.sparse_all_reduce([wide, bad])
     assert weft.sparse_all_reduce([good, good])[1].values.tolist() == [2]
-
-
-def apart(group):
-    """Tensors of one rank are taken to lie on an accelerator, which nobody carries."""
-    rows = weft.Rows(torch.tensor([3]), torch.ones(1), 50)
-    text = r"^rank 0: these ranks have no process group that takes cpu tensors"
-    with as_device() if group.rank == 0 else nullcontext():
-        for call in (
-            lambda: weft.sparse_all_reduce(rows),
-            lambda: weft.sparse_all_reduce([rows, rows]),
-            lambda: weft.sparse_reduce_scatter(rows),
-            lambda: weft.sparse_reduce(rows, group_dst=1),
-            lambda: weft.sparse_all_gather(rows),
-        ):
-            with pytest.raises(weft.WeftError, match=text):
-                call()
-    assert weft.sparse_all_reduce(rows).values.tolist() == [group.size]
-
-
-def test_all_ranks_are_told_of_one_whose_tensors_lie_elsewhere():
-    run(2, apart, on="processes")

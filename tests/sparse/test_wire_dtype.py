@@ -15,7 +15,7 @@ from cases import alike, same
 from weft.sparse import ALGORITHMS, last_call
 from weft.testing import expected, run, spmd
 
-NAMES = ["auto", *sorted(ALGORITHMS)]
+NAMES = ["auto", "plain", *sorted(ALGORITHMS)]
 WIRE = [torch.bfloat16, torch.float16]
 IN_RANK_ORDER = ("auto", "gather", "split")
 LOCK = threading.Lock()
@@ -43,7 +43,7 @@ def world(ranks, op, wire_dtype, *options):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("threads", "device"))
+@spmd(3, on=("threads", "stand-in"))
 def test_every_algorithm_rounds_once_and_once(group, name):
     for dtype, wire_dtype in zip((torch.float32, torch.float64), WIRE, strict=True):
         for op in ("sum", "avg", "min", "max", "prod"):
@@ -110,8 +110,8 @@ def test_the_error_is_within_the_bound(name, wire_dtype, seed, ranks, exponents,
         assert (error <= bound + (1 + unit) ** 2 * ranks * 2**-24 * size[there]).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("threads", "device"))
+@pytest.mark.parametrize("name", ["auto", "plain"])
+@spmd(3, on=("threads", "stand-in"))
 def test_a_function_sees_rounded_values_in_their_own_dtype(group, name):
     seen = []
 
@@ -130,7 +130,7 @@ def test_a_function_sees_rounded_values_in_their_own_dtype(group, name):
 
 
 @pytest.mark.parametrize("dtype", WIRE)
-@spmd(3, on=("threads", "device"))
+@spmd(3, on=("threads", "stand-in"))
 def test_halves_travel_as_they_are(group, dtype):
     parts = [part(rank, dtype) for rank in range(group.size)]
     want = expected(parts)
@@ -142,7 +142,7 @@ def test_halves_travel_as_they_are(group, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(3, on=("threads", "device"))
+@spmd(3, on=("threads", "stand-in"))
 def test_the_result_is_widened_in_its_own_memory(group, name):
     count = 9000  # more than are copied at once
     values = torch.linspace(-3, 3, 3 * count).view(count, 3)
@@ -156,7 +156,7 @@ def test_the_result_is_widened_in_its_own_memory(group, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@spmd(4, on=("threads", "device"))
+@spmd(4, on=("threads", "stand-in"))
 def test_nan_infinity_and_overflow(group, name):
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 65519.0, 65520.0, 4e-9])
     rows = weft.Rows(torch.arange(7) + 7 * group.rank, values[:, None], 28)
@@ -256,7 +256,7 @@ def test_258_is_no_longer_256(group):
 
 
 @pytest.mark.parametrize("dtype", WIRE)
-@spmd(1, 2, 3, 4, on=("threads", "device"))
+@spmd(1, 2, 3, 4, on=("threads", "stand-in"))
 def test_all_that_reduces_rounds_once_if_asked(group, dtype):
     parts = [halves(rank, dtype) for rank in range(group.size)]
     mine, want = parts[group.rank], rounded_once(parts, dtype)

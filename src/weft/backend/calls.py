@@ -63,10 +63,10 @@ def all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
 
 def sparse_all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
     """Reduce a sparse tensor over all ranks, in place: it becomes the coalesced result."""
-    reduction = job_of(group, _combined(group, _as_given(tensor), op), op, "auto", None)
+    reduction, _ = job_of(group, _combined(group, _as_given(tensor), op), op, "auto", None)
 
     def job() -> list[Tensor]:
-        result = reduction.run()
+        result = reduction()
         with torch.inference_mode(tensor.is_inference()):  # in which it was made
             tensor.data = result  # the caller's tensor now has the memory of the result
         mark_overwritten([tensor])

@@ -65,8 +65,17 @@ def _count(by: int) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream records a CUDA graph, in which no size can be read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    is_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return is_in_use and torch.cuda.is_current_stream_capturing()
 
+
+IN_A_GRAPH = (
+    "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
+    "of the graph"
+)
+"""What is wrong where `is_capturing`."""
 
 _OWN_CAPTURES = 1  # cudaStreamCaptureModeThreadLocal
 
@@ -164,14 +173,25 @@ class Aside(Generic[T]):
         tensor([1., 1.])
     """
 
-    def __init__(self, streams: Streams, device: torch.device, job: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        job: Callable[[], T],
+        finish: Callable[[T], Any] | None = None,
+    ) -> None:
         """Made in the caller's thread: the job follows what is in the caller's stream by now.
 
         Args:
             streams: of the group.
             device: of the tensors.
             job: what to do.
+            finish: what makes the caller's result of the job's, in the thread of who asks for it
+                first; None: that is it.
         """
+        self._finish = finish
+        self._finishing = threading.Lock()
+        self._finished: list[Any] = []  # the caller's result, once somebody has asked
         self._streams = streams
         self._device = device
         self._job = job
@@ -185,21 +205,34 @@ class Aside(Generic[T]):
             return self._job()
         with self._streams.on(self._device) as stream:
             stream.wait_event(self._before)
-            result = self._job()
-            self._behind.record(stream)
-        return result
+            try:
+                return self._job()
+            finally:  # the memory that it reads may go from here on
+                self._behind.record(stream)
+                stream.synchronize()
 
     def claim_thread(self) -> None:
         """Make the device that of this thread, which is weft's own."""
         if self.accelerators:
             claim_thread(self._device)
 
-    def run(self) -> T:
+    def run(self) -> Any:
         """Do it here and now; the result, for the stream that is current."""
         return self.joined(self())
 
-    def joined(self, result: T) -> T:
-        """The job's result, for the stream that is current: it waits until that is there."""
+    def joined(self, result: T) -> Any:
+        """The caller's result, for the stream that is current: it waits until that is there."""
+        with self._finishing:
+            self._join(result)
+            if self._finish is None:
+                return result
+            if not self._finished:
+                self._finished.append(self._finish(result))
+                if self.accelerators:  # who asks next waits for this stream, too
+                    self._behind.record(torch.accelerator.current_stream(self._device))
+            return self._finished[0]
+
+    def _join(self, result: T) -> None:
         if self.accelerators:
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(self._behind)
@@ -207,7 +240,6 @@ class Aside(Generic[T]):
                 if not tensor.is_cpu:  # which is where a listener's may turn out to be
                     # freed at once, its memory is not used again before that stream is through
                     tensor.record_stream(stream)
-        return result
 
     def apart(self) -> AbstractContextManager[object]:
         """A stream that nobody computes in, to join a result in for who is going to ask for it.

@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
+import torch
+
 from ..base._torch import is_traced
 from ..base.arguments import in_words, printable, shown
-from ..base.devices import Aside
+from ..base.devices import IN_A_GRAPH, Aside, is_capturing
 from ..base.errors import WeftError, WireError, entry
 from ..group import default
 from ..group.group import Group
@@ -114,6 +116,8 @@ class preparing:  # as it reads: with preparing(group, name) as call
     Attributes:
         is_async: whether the call is asynchronous; set before the other arguments are looked at.
         job: what the call does in its turn.
+        device: of the tensors; an asynchronous call on one works in a stream of weft's.
+        finish: what makes the caller's result of the job's, for who asks for it, once; or None.
 
     Raises:
         WeftError: as `confess`.
@@ -121,6 +125,8 @@ class preparing:  # as it reads: with preparing(group, name) as call
 
     is_async = False
     job: Callable[[], Any] | Aside[Any]
+    device = torch.device("cpu")
+    finish: Callable[[Any], Any] | None = None
 
     def __init__(self, group: Group, call: str) -> None:
         self._group = group
@@ -136,6 +142,8 @@ class preparing:  # as it reads: with preparing(group, name) as call
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         self._group.worker.prepares = ""
+        if error is None and self.is_async and is_capturing(self.device):
+            error = WeftError(IN_A_GRAPH)
         if not isinstance(error, Exception) or isinstance(error, WireError):
             return False
         if self.is_async:  # then the call is to tell it
@@ -154,12 +162,16 @@ class preparing:  # as it reads: with preparing(group, name) as call
     def start(self) -> Any:
         """Make the call; its result or, of an asynchronous one, its `Work`."""
         worker = self._group.worker
-        job = self.job
+        job, finish = self.job, self.finish
         del self.job  # the traceback of an error in it leads to the frame that has this: a cycle
-        if self.is_async:
-            return worker.submit(self._name, job)
-        result = worker.call(self._name, job)
-        return job.joined(result) if isinstance(job, Aside) else result
+        if not self.is_async:
+            result = worker.call(self._name, job)
+            if isinstance(job, Aside):
+                return job.joined(result)
+            return result if finish is None else finish(result)
+        if not isinstance(job, Aside) and (self.device.type != "cpu" or finish is not None):
+            job = Aside(self._group.streams, self.device, job, finish)
+        return worker.submit(self._name, job)
 
 
 def refuse_tracing(call: str) -> None:

@@ -117,24 +117,25 @@ class Differentiable(Aside[Any]):
         super().__init__(collective.group.streams, tensors[0].device, _job(collective, tensors))
         self._collective = collective
         self._tensors = tensors
-        self._finish = finish
+        self._finish_of = finish
         self._lock = threading.Lock()
         self._is_finished = False
-        self._finished: Any = None  # the caller's result: every wait returns the same
+        self._result: Any = None  # the caller's result: every wait returns the same
 
     def joined(self, result: Any) -> Any:
         with self._lock:
-            results, is_recorded = super().joined(result)
+            self._join(result)
+            results, is_recorded = result
             if not self._is_finished:
                 # whoever waits may be in another mode; that of the call decides
                 with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
                     if is_recorded:
                         results = _record(self._collective, self._tensors, results)
-                    self._finished = self._finish(results)
+                    self._result = self._finish_of(results)
                 self._is_finished = True
                 if self.accelerators:  # who asks next waits for this stream, too
                     self._behind.record(torch.accelerator.current_stream(self._device))
-            return self._finished
+            return self._result
 
 
 class _Node(torch.autograd.Function):

@@ -200,8 +200,8 @@ class Synchronised:
             calls.setdefault(kind, {})[name] = table
         for (wire_dtype, _), tables in calls.items():
             with preparing(self.group, NAME):
-                job = job_of(self.group, list(tables.values()), self._op, "auto", wire_dtype)
-            gradients.update(zip(tables, job.run(), strict=True))
+                job, _ = job_of(self.group, list(tables.values()), self._op, "auto", wire_dtype)
+            gradients.update(zip(tables, job(), strict=True))
 
     def _dense(self, name: str, gradients: dict[str, Tensor]) -> Tensor:
         """This rank's dense gradient, or its shard; zeros, if there is none."""

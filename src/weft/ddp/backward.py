@@ -22,7 +22,7 @@ DistributedDataParallel waits, and errors are raised at the end of the outermost
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
         try:
             return done.value()
         except Exception:
-            return own.run()
+            return cast(Tensor, own.run())
 
     return future.then(outcome)
 
@@ -166,8 +166,8 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
         alone = len(given) == 1
         with preparing(group, _TABLES):
             check(error)
-            reduction = job_of(group, given[0] if alone else given, "avg", *like)
-        done = reduction()  # in the stream of the Aside around it
+            reduction, _ = job_of(group, given[0] if alone else given, "avg", *like)
+        done = reduction()
         state.note_call(group)
         results = [done] if alone else done
         for (gradient, _), result in zip(pairs, results, strict=True):

@@ -27,7 +27,7 @@ from ..base.tensors import there
 from ..call.attempt import preparing
 from ..comm.buckets import reduce_dense
 from ..group.group import Group
-from ..sparse.api import job_of_one
+from ..sparse.api import reduce_one
 from ..sparse.request import Request, travelling
 from ..sparse.rows import Rows
 from ..verbs.group import read
@@ -212,7 +212,7 @@ class Sparsifier:
             # takes place even if no tensor is sparsified: it compares the ranks
             request = Request.of(rows, "avg", "auto", self.wire_dtype)
         request.fields = {"tensors": description or described(tensors)} | request.fields
-        means: Rows = job_of_one(group, request).run()
+        means: Rows = reduce_one(group, request)
         reduce_dense(group, copies, "avg", self.wire_dtype)
         starts = _starts([given[name].numel() for name in in_part])
         bounds = there(starts, means.indices)

@@ -526,7 +526,7 @@ class Work(Generic[T]):
         member = self._worker._member()
         if self._aside.accelerators and member is not None and not member.closed:
             member.check()
-        return self._aside.joined(result)
+        return cast(T, self._aside.joined(result))
 
     def exception(self) -> BaseException | None:
         """What the call raised, or None: it has not ended, or it ended well."""

@@ -25,8 +25,6 @@ class Hosts:
         >>> hosts = Hosts.named(["red", "blue", "red", "blue", "red"])
         >>> hosts.ranks
         ((0, 2, 4), (1, 3))
-        >>> hosts.in_order
-        False
     """
 
     of: tuple[int, ...]
@@ -44,11 +42,6 @@ class Hosts:
         for rank, host in enumerate(self.of):
             found[host].append(rank)
         return tuple(map(tuple, found))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the ranks of each host are neighbours."""
-        return list(self.of) == sorted(self.of)
 
 
 def hosts_of(group: Group) -> Hosts:

@@ -6,12 +6,12 @@ Here is the public face; `request` checks the arguments, `run` takes the steps o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
 
 from ..base.arguments import truth
-from ..base.devices import Aside
 from ..base.errors import WeftError, untransformed
 from ..call.attempt import preparing
 from ..group import default
@@ -130,7 +130,7 @@ def sparse_all_reduce(
     group = default.resolve(group)
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
-        call.job = job_of(group, rows, op, algorithm, wire_dtype)
+        call.job, call.device = job_of(group, rows, op, algorithm, wire_dtype)
     return call.start()
 
 
@@ -166,24 +166,23 @@ def explain(
     return cast(Explanation, call.start())
 
 
-def job_of(group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object) -> Aside[Any]:
-    """What reduces a table, or a list of them, when its turn has come."""
+def job_of(
+    group: Group, rows: Any, op: Any, algorithm: object, wire_dtype: object
+) -> tuple[Callable[[], Any], torch.device]:
+    """What reduces a table, or a list of them, when its turn has come; and where the rows are."""
     if not isinstance(rows, list):
-        return job_of_one(group, Request.of(rows, op, algorithm, wire_dtype))
+        request = Request.of(rows, op, algorithm, wire_dtype)
+        return functools.partial(reduce_one, group, request), request.device
     requests = tables.requests_of(rows, op, algorithm, wire_dtype)
     count = len(rows)  # of the list as it is now
 
     def job() -> list[Any]:
         return tables.reduced(group, requests)[:count]
 
-    return Aside(group.streams, requests[0].device, job)
+    return job, requests[0].device
 
 
-def job_of_one(group: Group, request: Request) -> Aside[Any]:
-    """What reduces a table, when its turn has come."""
-
-    def job() -> Any:
-        result, _ = run.reduced(group, request)
-        return request.restore(result)
-
-    return Aside(group.streams, request.device, job)
+def reduce_one(group: Group, request: Request) -> Any:
+    """Reduce a table, inside a call's turn; in the form that was given."""
+    result, _ = run.reduced(group, request)
+    return request.restore(result)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,23 +32,6 @@ from .rows import Rows
 from .sizes import Sizes
 
 
-@dataclass(slots=True)
-class OfDevice:
-    """What the host knows of rows on an accelerator without waiting for it.
-
-    Attributes:
-        points: quantiles of this rank's indices; None: the rows are on the host.
-        marks: indices, ascending, of which the caller wants to know where they would stand among
-            those of the result.
-        below: for each mark the number of result rows with a smaller index; empty: nobody has found
-            it. An algorithm that finds these places anyway puts them here, which saves a wait.
-    """
-
-    points: Sequence[int] | None = None
-    marks: Sequence[int] = ()
-    below: Sequence[int] = ()
-
-
 def _ignore(stop: int) -> None:
     """The caller of a schedule need not know what is ready."""
 
@@ -59,7 +42,7 @@ class Call:
 
     Attributes:
         group: the ranks that take part.
-        op: the reduction; never raises.
+        op: the reduction, which is no caller's function.
         given: the caller's rows; the schedule may read them until it ends. On a rank without rows
             they have the dtypes, the row shape and the height of the others'.
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
@@ -70,7 +53,6 @@ class Call:
         fields: the fingerprint that all agreed on.
         headers: of each rank; none in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
-        of_device: what the host knows of rows on an accelerator.
         place: gives the memory of a result with these indices, if the schedule is one step of
             another one. The ranks that get the result then tell each other where it has rows, and
             wait for that.
@@ -89,7 +71,6 @@ class Call:
     fields: Mapping[str, str]
     headers: Sequence[Header] = ()
     rows_of_all: Sequence[Rows] | None = None
-    of_device: OfDevice = field(default_factory=OfDevice)
     place: Callable[[Tensor], Rows] | None = None
     ready: Callable[[int], object] = _ignore
 
@@ -102,11 +83,6 @@ class Call:
     def height(self) -> int | None:
         """Rows of the dense tensor, or None if unknown."""
         return self.given.height
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows and of the result."""
-        return self.given.values.device
 
     @property
     def wire_index(self) -> torch.dtype:
@@ -161,9 +137,8 @@ class Call:
     def result(self, count: int) -> Rows:
         """New memory for a result of `count` rows, in the dtype in which it travels."""
         given = self.given
-        device = self.device
-        indices = fresh((count,), given.indices.dtype, device)
-        values = fresh((count, *self.row_shape), self.dtype, device)
+        indices = fresh((count,), given.indices.dtype)
+        values = fresh((count, *self.row_shape), self.dtype)
         return Rows(indices, values, given.height)
 
     def delivered(self, result: Rows) -> Rows:
@@ -171,7 +146,7 @@ class Call:
         dtype = self.given.values.dtype
         if result.values.dtype == dtype:
             return result
-        values = fresh(tuple(result.values.shape), dtype, self.device)
+        values = fresh(tuple(result.values.shape), dtype)
         return replace(result, values=values.copy_(result.values))
 
     def result_at(self, *lists: Tensor) -> Rows:

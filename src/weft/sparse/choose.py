@@ -7,22 +7,22 @@ measured. So the same call takes the same algorithm on every rank, link and day.
 
 The first of these lines that fits a call decides. A line whose algorithm cannot serve the call, or
 would need more workspace than a call may use, is passed over; the last one always serves: `holders`
-and `doubling` are for tensors of the CPU, and `holders` for ranks that all have machine code.
+is for ranks that all have machine code. Tensors that weft's wire does not carry, and functions as
+op, come to no line: `plain` serves them.
 
 1. All rows fit in the opening exchange: `eager`. They are there already.
-2. The op is a function: `gather`, by which every rank combines all rows in the order of ranks.
-3. All ranks share a host: `gather` up to `NEAR` bytes of rows of all ranks, else `split`.
-4. Hosts have several ranks: `split`, first within the hosts. Between them runs what the lines below
+2. All ranks share a host: `gather` up to `NEAR` bytes of rows of all ranks, else `split`.
+3. Hosts have several ranks: `split`, first within the hosts. Between them runs what the lines below
    say of one rank of each host.
-5. There are two ranks: `gather`. Each receives what the other has, and no more.
-6. A row has up to `NARROW` bytes: `gather` where up to `MANY` ranks bring up to `SLIGHT` bytes of
+4. There are two ranks: `gather`. Each receives what the other has, and no more.
+5. A row has up to `NARROW` bytes: `gather` where up to `MANY` ranks bring up to `SLIGHT` bytes of
    rows together, else `split`. Index lists to all would cost more than they save.
-7. Up to `LITTLE` bytes of rows a rank, and up to `MANY` ranks: `doubling`, in log2 P messages.
-8. Ranks bring at least twice as many rows as the table has: `split`, for the lists' sake again.
-9. Up to `SEVERAL` ranks: `holders`, which receives no value beyond the bound.
-10. Else `split`.
+6. Up to `LITTLE` bytes of rows a rank, and up to `MANY` ranks: `doubling`, in log2 P messages.
+7. Ranks bring at least twice as many rows as the table has: `split`, for the lists' sake again.
+8. Up to `SEVERAL` ranks: `holders`, which receives no value beyond the bound.
+9. Else `split`.
 
-Measured in 30 cases on one host and on 2 to 8 hosts of 100 Mbit/s to 1 Gbit/s, before line 6 had
+Measured in 30 cases on one host and on 2 to 8 hosts of 100 Mbit/s to 1 Gbit/s, before line 5 had
 its `gather`, this takes 1.046 times as long as the best algorithm (geometric mean), at worst 1.38
 times: few rows with much overlap, between hosts at 100 Mbit/s.
 """
@@ -61,9 +61,6 @@ MANY = 16
 """Ranks: of more, `doubling` is forecast to take as long as other algorithms without overlap, and
 up to twice as long with it."""
 
-OF_THE_CPU = ("doubling", "holders")
-"""Algorithms whose schedules are for tensors of the CPU alone."""
-
 
 class Line(NamedTuple):
     """A line of the rule that fits a call.
@@ -79,14 +76,11 @@ class Line(NamedTuple):
 
 def is_eager(sizes: Sizes, index_bytes: int) -> bool:
     """Line 1: whether all ranks' rows, with indices of so many bytes, fit in the opening."""
-    fits = Header.fits(sizes.most, index_bytes, sizes.row, sizes.ranks)
-    return fits and not sizes.staying
+    return Header.fits(sizes.most, index_bytes, sizes.row, sizes.ranks)
 
 
 def lines(sizes: Sizes) -> Iterator[Line]:
     """The lines from the second on that fit a call, in their order."""
-    if sizes.in_order:
-        yield Line("gather", "the op is a function")
     if sizes.on_one_host:
         if sizes.total * sizes.row <= NEAR:
             yield Line("gather", f"ranks of one host bring up to {NEAR >> 20} MiB of rows")
@@ -136,8 +130,6 @@ def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:
 
 def reason_against(sizes: Sizes, algorithm: str) -> str:
     """Why an algorithm cannot serve a call; empty: it can."""
-    if sizes.staying and algorithm in OF_THE_CPU:
-        return "is for tensors of the CPU"
     if not sizes.compiled and algorithm == "holders":
         return "is made of machine code, and some rank has none, as `weft doctor` says"
     return ""

@@ -24,7 +24,6 @@ from torch import Tensor
 from .. import kernels
 from ..base.memory import memory_of, numbers_of
 from ..call.statement import room
-from ..kernels import Survey
 from .rate import GUESS
 from .rows import Rows
 
@@ -74,7 +73,6 @@ class Header(NamedTuple):
         rate: int = GUESS,
         highest: int | None = None,
         values: Tensor | None = None,
-        survey: Survey | None = None,
     ) -> Header:
         """The header of one rank.
 
@@ -83,18 +81,12 @@ class Header(NamedTuple):
             rate: that this rank states.
             highest: the largest index, for unsorted indices: the header then has no points.
             values: rows' values: the header then carries the rows themselves.
-            survey: of indices on an accelerator; it replaces their points.
         """
         count = indices.numel()
-        if survey is not None:
-            highest = survey.highest
         top = _last(indices) if highest is None else highest
         header = cls(count, top, rate, int(kernels.is_compiled()))
         if values is not None:
             return header._replace(rows=Rows(indices, values))
-        if survey is not None:
-            points = np.array(survey.points, np.int64)
-            return header._replace(points=points, weights=_between(shares(count)))
         return header.with_points(indices) if highest is None else header
 
     def with_points(self, indices: Tensor) -> Header:

@@ -14,7 +14,6 @@ Workspace is bounded, whatever P is. A rank that owns nothing receives nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from ..group.pending import Pending
 from ..wire.interface import Send
 from .call import Call
 from .canonical import CanonicalRows
-from .header import Header, Longs, shares
+from .header import Header, Longs
 from .rows import Rows
 from .stream import (
     Inflow,
@@ -38,7 +37,6 @@ from .stream import (
     exchange_lists,
     merge_blocks,
     source_of,
-    union_of_lists,
     wait_all,
 )
 
@@ -144,25 +142,6 @@ def slices_between(indices: Tensor, bounds: Sequence[int], highest: int) -> list
     return [slice(low, high) for low, high in pairwise(ends)]
 
 
-def _parts(call: Call, indices: Tensor, bounds: Sequence[int]) -> list[slice]:
-    """This rank's rows between each bound and the next.
-
-    Of indices on an accelerator the host knows quantiles only: a part then has some more rows on
-    both sides, up to the next quantile.
-    """
-    points = call.of_device.points
-    if points is None:
-        return slices_between(indices, bounds, call.header.highest)
-    places = shares(indices.numel()).tolist()  # of the points among the rows
-    parts = []
-    for low, high in pairwise(bounds):
-        before = bisect_left(points, low)
-        start = places[before - 1] + 1 if before else 0
-        stop = places[bisect_left(points, high)]
-        parts.append(slice(start, max(start, stop)))
-    return parts
-
-
 class SparseReduceScatter:
     """Sends this rank's rows to their owners, and receives and sums the rows that this rank owns.
 
@@ -174,9 +153,7 @@ class SparseReduceScatter:
     * `sums`: values for this rank, chunk by chunk as they are merged.
 
     Attributes:
-        union: of the received index lists, from `receive_lists` on. On an accelerator the lists
-            have indices of neighbouring ranges, too: `union.below` then says where this rank's
-            range begins and ends.
+        union: of the received index lists, from `receive_lists` on.
     """
 
     union: kernels.Union
@@ -195,9 +172,8 @@ class SparseReduceScatter:
         self._incoming = call.incoming  # by which rows travel
         self._rows = rows
         self._indices = rows.indices.to(call.wire_index)
-        self._part = _parts(call, self._indices, bounds)
+        self._part = slices_between(self._indices, bounds, highest)
         self._rank = group.rank
-        self._span = bounds[group.rank], bounds[group.rank + 1]
         owns = [low < high and low <= highest for low, high in pairwise(bounds)]
         self._owners = [peer for peer in group.peers if owns[peer]]
         self._sources = group.peers if owns[group.rank] else []
@@ -212,14 +188,9 @@ class SparseReduceScatter:
         self._rest = {peer: (end, self._part[peer].stop) for peer, end in ends.items()}
 
     def _end_of_first(self, part: slice) -> int:
-        """The row before which the rows of a part leave at once: a quarter, in whole chunks.
-
-        None leave where all that is sent would be posted by now.
-        """
+        """The row before which the rows of a part leave at once: a quarter, in whole chunks."""
         start: int = part.start
         stop: int = part.stop
-        if self._call.sizes.staying:
-            return start
         step = self._incoming.chunk_rows
         quarter = step * -(-(stop - start) // (4 * step))
         return min(start + quarter, stop)
@@ -232,16 +203,12 @@ class SparseReduceScatter:
         self._inflows = {
             peer: Inflow(self._incoming, peer, len(lists[peer])).start() for peer in self._sources
         }
-        span = self._span if self._call.sizes.staying else None
-        self.union = union_of_lists(self._call, in_order, span)
+        self.union = kernels.union(self._runs)
 
     @property
     def indices(self) -> Tensor:
         """The indices that this rank owns."""
-        if not self.union.below:
-            return self.union.indices
-        begin, end = self.union.below
-        return self.union.indices[begin:end]
+        return self.union.indices
 
     def send_rest(self) -> None:
         """Send all values that were not sent yet."""

@@ -31,7 +31,6 @@ _PACKED = 19  # half a gigabyte a second, from which packing lists takes longer 
 _CHUNK = 3  # chunks of 2^3 ms: 32 to 128 KiB at 100 Mbit/s and 512 at 1 Gbit/s were the best
 _CHUNKS = (1 << 16, 1 << 20)  # bytes of the smallest and the largest chunk between hosts
 _NEAR = 1 << 24  # bytes of one chunk of every rank together, if all share a host
-_WHOLE = 1 << 48  # bytes of a chunk where messages are not cut
 
 
 def known_rate(group: Group) -> int:
@@ -49,7 +48,7 @@ def learn(group: Group, sizes: Sizes, union: int, seconds: float) -> None:
         seconds: from the end of the opening to the result.
     """
     nbytes = sizes.bound(union)
-    if nbytes >= _LARGE and not sizes.on_one_host and not sizes.staying:
+    if nbytes >= _LARGE and not sizes.on_one_host:
         group.state[RATE] = max(group.state.get(RATE, 0), rate_of(nbytes / seconds))
 
 
@@ -64,12 +63,7 @@ def rate_of(bytes_a_second: float) -> int:
 
 
 def fitted(sizes: Sizes, rate: int) -> Sizes:
-    """The sizes of a call between known hosts, with what suits a link of that rate.
-
-    On an accelerator lists and values are sent in one message each, unpacked.
-    """
-    if sizes.staying:
-        return sizes.but(chunk=_WHOLE, gaps=False)
+    """The sizes of a call between known hosts, with what suits a link of that rate."""
     smallest, largest = _CHUNKS
     if sizes.on_one_host:  # a copy keeps a core as busy as a merge: small chunks overlap little
         fair = 1 << (_NEAR // sizes.ranks).bit_length() - 1

@@ -23,6 +23,9 @@ ALONE = "alone"
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""
 
+PLAIN = "plain"
+"""What runs by verbs (`plain`): no algorithm of the wire, but one that can be asked for by name."""
+
 Algorithm = Callable[["CanonicalRows", "Call"], Rows]
 """One rank's program: its rows in, the canonical sum out, in memory from `call.result`."""
 
@@ -41,9 +44,10 @@ def check_name(name: str, where: str = "") -> None:
 
     The text lists what there is.
     """
-    if name not in ALGORITHMS:
-        hint = meant(name, ["auto", *ALGORITHMS])
-        known = ", ".join(sorted(ALGORITHMS))
+    names = [*ALGORITHMS, PLAIN]
+    if name not in names:
+        hint = meant(name, ["auto", *names])
+        known = ", ".join(sorted(names))
         raise WeftError(
             f"{where}algorithm {shown(name)} is unknown{hint}: use auto or one of {known}"
         )

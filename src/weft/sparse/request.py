@@ -13,21 +13,22 @@ from torch import Tensor
 
 from .. import kernels
 from ..base.arguments import as_integer, printable, shown, wrong_root
-from ..base.devices import is_capturing, on_host
 from ..base.errors import WeftError, check, meant, summed_up
 from ..base.tensors import (
+    dtype_in,
     has_elements,
     is_made_of_others,
     is_transformed,
     lacking,
     plain,
     serves,
+    shape_in,
     wrong_row_shape,
 )
+from ..call.fingerprint import UNKNOWN
+from ..call.opening import Opening
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
-from .call import OfDevice
-from .header import POINTS
-from .registry import check_name
+from .registry import PLAIN, check_name
 from .rows import Rows
 
 NOTHING = Rows(
@@ -53,8 +54,8 @@ class Request:
 
     Attributes:
         rows: the rows to be reduced or moved.
-        distinct: their indices sorted, each once, and where the duplicates are.
-        survey: what the host knows of indices on an accelerator, if rows are combined.
+        distinct: their indices sorted, each once, and where the duplicates are; of tensors of the
+            CPU, if rows are combined.
         lowest, highest: the smallest and the largest index, once found; 0 and -1 without rows.
         moves: the call only moves rows: they are neither sorted nor combined, and of any dtype. A
             rank without rows need not know their dtype and shape.
@@ -66,12 +67,11 @@ class Request:
             float32, so that only the result is rounded; else None.
         fields: the fingerprint: values that must be equal on all ranks.
         restore: converts a result to the form of the rows that were given.
-        of_device: what the host knows of rows on an accelerator.
+        wrong_ends: says what else is wrong with the smallest and the largest index.
     """
 
     rows: Rows = NOTHING
     distinct: kernels.Distinct = _NONE
-    survey: kernels.Survey | None = None
     lowest: int = 0
     highest: int = -1
     moves: bool = False
@@ -82,13 +82,13 @@ class Request:
     half: torch.dtype | None = None
     fields: dict[str, object] = field(default_factory=dict)
     restore: Callable[[Rows], Any] = lambda rows: rows
-    of_device: OfDevice = field(default_factory=OfDevice)
+    wrong_ends: Callable[[int, int], str | None] = lambda low, high: None
 
     @classmethod
     def of(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
         """Check the arguments of a call, and sort the indices unless it moves."""
         request = cls.asked(op, algorithm, wire_dtype).given(rows)
-        if on_host(request.rows.indices):  # else `run.begun` looks, in weft's stream
+        if request.rows.indices.is_cpu:  # else it is for the call's turn, which has the deadline
             request.look()
         return request
 
@@ -130,53 +130,39 @@ class Request:
         return self.rows.values.device
 
     def look(self) -> Request:
-        """Check the indices; sort them, and find duplicates, unless the call moves; once."""
+        """Check the indices, which are on the CPU; sort them, unless the call moves; once."""
         if self.moves:
-            return self.look_at_ends()
+            return self.look_at_ends(Tensor.tolist)
         indices = self.rows.indices
-        if not on_host(indices):
-            if self.survey is None:
-                self.survey = kernels.survey([indices], POINTS)[0]
-                self._take_ends(self.survey.lowest, self.survey.highest)
-            self.distinct = self.survey.distinct
-            self.of_device.points = self.survey.points
-        elif indices.numel() and not self.distinct.indices.numel():
+        if indices.numel() and not self.distinct.indices.numel():
             self.distinct = kernels.distinct(indices)
             ascending = self.distinct.indices
-            self._take_ends(int(ascending[0]), int(ascending[-1]))
+            self.take_ends(int(ascending[0]), int(ascending[-1]))
         return self
 
-    def look_at_ends(self) -> Request:
-        """Check the indices without sorting them."""
+    def look_at_ends(self, read: Callable[[Tensor], list[int]]) -> Request:
+        """Check the indices without sorting them; `read` has a device's numbers on the host."""
         indices = self.rows.indices
         if indices.numel():
-            self._take_ends(*kernels.read(torch.stack(indices.aminmax()).long()))
+            self.take_ends(*read(torch.stack(indices.aminmax())))
         return self
 
-    def of_rows(
-        self, rows: Rows, survey: kernels.Survey | None = None, marks: Sequence[int] = ()
-    ) -> Request:
-        """The same call for other, valid rows, whose values have the same dtype.
-
-        Args:
-            rows: their indices need not be valid if there is a survey.
-            survey: of the indices, if they are on an accelerator and were surveyed already.
-            marks: of `OfDevice`.
-        """
+    def of_rows(self, rows: Rows) -> Request:
+        """The same call for other, valid rows, whose values have the same dtype."""
         fields = self.fields | _fields(rows)
-        made = replace(self, rows=rows, distinct=_NONE, survey=survey, fields=fields)
-        made.of_device = OfDevice(marks=marks)
-        return made.look()
+        made = replace(self, rows=rows, distinct=_NONE, fields=fields)
+        return made.look() if rows.indices.is_cpu else made
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
         check(wrong_root(name, root, given, size))
         self.fields[name] = root
 
-    def _take_ends(self, low: int, high: int) -> None:
+    def take_ends(self, low: int, high: int) -> None:
+        """Note the smallest and the largest index. Raises WeftError: one is out of bounds."""
         self.lowest = low
         self.highest = high
-        check(outside(low, high, self.rows.height))
+        check(outside(low, high, self.rows.height) or self.wrong_ends(low, high))
 
     def _take_algorithm(self, name: object) -> None:
         if name is NO_CHOICE:
@@ -185,6 +171,8 @@ class Request:
         chosen = said or name
         if chosen != "auto":
             check_name(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
+        if not self.op.builtin and chosen not in ("auto", PLAIN):
+            raise WeftError(f"algorithm {chosen} takes no function as op: use auto, or {PLAIN}")
         self.algorithm = self.fields["algorithm"] = str(chosen)
 
     def _take_dtype(self, own: torch.dtype) -> None:
@@ -295,11 +283,6 @@ def readable(given: Rows) -> Rows:
         raise WeftError(f"values are {values.dtype}, which torch does not copy: view another dtype")
     if indices.device != values.device:
         raise WeftError(f"indices are on {indices.device}, values on {values.device}")
-    if is_capturing(values.device):
-        raise WeftError(
-            "the stream records a CUDA graph, and sizes of rows are read on the host: call weft "
-            "outside of the graph"
-        )
     # the caller may give its tensors other memory while an asynchronous call is under way
     return Rows(plain(indices.detach()), plain(values.detach()), height)
 
@@ -372,3 +355,29 @@ def operation(op: object) -> Op:
     name = printable(f"{type(op).__name__} {getattr(op, '__module__', '?')}.{name}")
     name = summed_up(name, _LONGEST, f"{name[: _LONGEST // 4]}...")  # it travels with every call
     return Op(name, op, builtin=False)
+
+
+def informed(request: Request, opening: Opening) -> Request:
+    """The request of a rank without rows: of the others' kind, as far as it is known.
+
+    Raises:
+        WireError: a field of the opening cannot be read.
+        WeftError: some rank has no device of the kind that rows are on; on every rank.
+    """
+    rows = request.rows
+    row_shape: Sequence[int] = rows.row_shape
+    if opening.fields["row shape"] != UNKNOWN:
+        row_shape = opening.field("row shape", shape_in)
+    index = rows.indices.dtype
+    dtype = rows.values.dtype
+    height = rows.height
+    if request.moves:
+        index = opening.field("index dtype", dtype_in)
+        dtype = opening.field("value dtype", dtype_in)
+        said = opening.fields["height"]
+        height = opening.field("height", int) if said.isdigit() else None
+    device = rows.values.device
+    indices = torch.empty(0, dtype=index, device=device)
+    values = torch.empty((0, *row_shape), dtype=dtype, device=device)
+    sent_as = travelling(dtype, request.rounded)
+    return replace(request, rows=Rows(indices, values, height), dtype=sent_as)

@@ -1,9 +1,9 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
-1. `begun`: this rank's rows in their canonical form, and a header of them, or the rows themselves;
+1. Who carries the rows: weft's wire, as below, or verbs (`plain`). It is asked here alone.
+2. `begun`: this rank's rows in their canonical form, and a header of them, or the rows themselves;
    all ranks tell all others their arguments and their headers, and know the same of the call.
-2. Run: for a sparse all-reduce the algorithm that the rule names (`choose`).
-3. If the op is a caller's function, which may have raised, tell each other (`confess`).
+3. Run: for a sparse all-reduce the algorithm that the rule names (`choose`).
 4. Note what the call did (`record`).
 """
 
@@ -11,38 +11,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from .. import kernels
-from ..base.devices import current, on_host
-from ..base.errors import check
+from ..base.errors import WeftError
 from ..base.memory import Pool
-from ..base.tensors import dtype_in, shape_in
-from ..call.attempt import confess, preparing
-from ..call.fingerprint import UNKNOWN
-from ..call.opening import Opening, opened
+from ..call.attempt import preparing
+from ..call.opening import opened
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.interface import Verbs
+from ..verbs.posted import PostedVerbs
+from . import plain
 from .call import Call, partial_dtype, row_bytes
 from .canonical import CanonicalRows
 from .choose import Line, chosen, is_eager
 from .explanation import Explanation
-from .guard import guarded
 from .header import Header, all_with_points
 from .rate import fitted, known_rate, learn
 from .record import Record, note
-from .registry import ALGORITHMS, ALONE, EAGER
-from .request import Request, travelling
+from .registry import ALGORITHMS, ALONE, EAGER, PLAIN
+from .request import Request, informed
 from .rows import Rows
 from .sizes import Sizes
+
+Body = Callable[[CanonicalRows, Call], tuple[Line, Rows]]
+"""Gets this rank's rows and the call; returns what ran, and the result."""
 
 
 def begun(
     group: Group, request: Request, name: str, *, looks: bool = False
-) -> tuple[CanonicalRows, Call]:
+) -> tuple[CanonicalRows, Call] | plain.Call:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
@@ -52,29 +54,52 @@ def begun(
         looks: exchange headers only, even if the rows would fit in the opening exchange.
 
     Returns:
-        This rank's rows, canonical if they are to be combined, which the caller releases; and the
-        call.
+        Where the wire carries the rows: this rank's, canonical if they are to be combined, which
+        the caller releases; and the call. Else the call that goes by verbs.
     """
-    on_device = group.on(request.device)
     may_be_eager = not looks and _may_be_eager(group, request)
     with preparing(group, name):
-        check(on_device.refusal)
-        if not on_host(request.rows.indices):
-            request.look()  # which waited until weft's stream is current
-        rows = _canonical(request, on_device.memory)
-        header = _header(group, on_device, request, rows, eager=may_be_eager)
-        body = header.pack()
-    opening = opened(group, name, {"device": on_device.route, **request.fields}, body)
+        verbs = _verbs_for(group, request)
+        if verbs is None:
+            rows = _canonical(request, group.memory)
+            header = _header(group, request, rows, eager=may_be_eager)
+            body = header.pack()
+        else:
+            distinct, body = plain.stated(verbs, request)
+    opening = opened(group, name, {"device": carried_by(verbs), **request.fields}, body)
     # from here on every rank knows the same of the call
+    if verbs is not None:
+        return plain.call_of(verbs, request, distinct, opening)
+    if opening.fields["device"] != carried_by(None):  # as a rank learns that had said nothing of it
+        return plain.heard(group, request, name, opening)
     known: Header | None = header
     if not header.total:
-        request = _informed(request, opening)
-        on_device = group.on(request.device)
-        rows = _canonical(request, on_device.memory)
+        request = informed(request, opening)
+        rows = _canonical(request, group.memory)
         known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
     headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-    return rows, _call_of(on_device, request, opening.fields, headers, may_be_eager=may_be_eager)
+    return rows, _call_of(group, request, opening.fields, headers, may_be_eager=may_be_eager)
+
+
+def _verbs_for(group: Group, request: Request) -> Verbs | None:
+    """The verbs that carry the rows of a call; None: the wire does, by its algorithms.
+
+    Raises:
+        WeftError: nobody carries them; or the algorithm that was asked for needs the wire.
+    """
+    if request.fields.get("device", "") is None:  # the opening will tell
+        return None
+    verbs = verbs_of(group, request.device)
+    if verbs is None:
+        by_plain = request.algorithm == PLAIN or not request.op.builtin
+        return PostedVerbs(group, carried_by(None)) if by_plain else None
+    if request.algorithm not in ("auto", PLAIN):
+        raise WeftError(
+            f"algorithm {request.algorithm} is for tensors that weft's wire carries, and these are "
+            f"{verbs.name}: use auto, or {PLAIN}"
+        )
+    return verbs
 
 
 def _canonical(request: Request, memory: Pool) -> CanonicalRows:
@@ -88,68 +113,20 @@ def _canonical(request: Request, memory: Pool) -> CanonicalRows:
 
 def _may_be_eager(group: Group, request: Request) -> bool:
     """Whether this rank's rows may travel in the opening exchange, if they fit."""
-    if group.size == 1:
-        return False
-    if not on_host(request.rows.values):  # which never pass through the host
-        return False
-    return request.moves or request.algorithm == "auto"
+    return group.size > 1 and (request.moves or request.algorithm == "auto")
 
 
-def _header(
-    group: Group, on_device: Group, request: Request, rows: CanonicalRows, *, eager: bool
-) -> Header:
+def _header(group: Group, request: Request, rows: CanonicalRows, *, eager: bool) -> Header:
     """This rank's header; with `eager` it has the rows themselves, if they fit."""
     row = row_bytes(tuple(request.rows.row_shape), request.dtype)
     carries = eager and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     header = Header.of(
         rows.indices,
-        rate=known_rate(on_device),
+        rate=known_rate(group),
         highest=request.highest if request.moves else None,
         values=rows.values if carries else None,
-        survey=request.survey,
     )
     return header.of_one_of(group.size, group.rank)
-
-
-def _informed(request: Request, opening: Opening) -> Request:
-    """The request of a rank without rows: of the others' kind, as far as it is known."""
-    rows = request.rows
-    row_shape: Sequence[int] = rows.row_shape
-    if opening.fields["row shape"] != UNKNOWN:
-        row_shape = opening.field("row shape", shape_in)
-    index = rows.indices.dtype
-    dtype = rows.values.dtype
-    height = rows.height
-    device = rows.values.device
-    if request.moves:
-        index = opening.field("index dtype", dtype_in)
-        dtype = opening.field("value dtype", dtype_in)
-        said = opening.fields["height"]
-        height = opening.field("height", int) if said.isdigit() else None
-    if request.fields.get("device", "") is None:
-        device = _device_of(opening.field("device", _kind_in))
-    indices = torch.empty(0, dtype=index, device=device)
-    values = torch.empty((0, *row_shape), dtype=dtype, device=device)
-    sent_as = travelling(dtype, request.rounded)
-    return replace(request, rows=Rows(indices, values, height), dtype=sent_as)
-
-
-def _kind_in(text: str) -> str:
-    """The kind of device in a field. Raises ValueError or RuntimeError if it is none."""
-    kind, *_ = text.split()
-    return torch.device(kind).type
-
-
-def _device_of(kind: str) -> torch.device:
-    """This rank's device of the kind, such as "cuda".
-
-    Raises:
-        RuntimeError: the rank uses no such device.
-    """
-    device = torch.device("cpu") if kind == "cpu" else current()
-    if device.type != kind:
-        raise RuntimeError(f"rows come on {kind}, of which this rank uses none: set a device first")
-    return device
 
 
 def _call_of(
@@ -184,7 +161,6 @@ def _call_of(
         fields=fields,
         headers=headers,
         rows_of_all=rows_of_all,
-        of_device=request.of_device,
     )
 
 
@@ -212,8 +188,6 @@ def _sizes(
         index=4 if places <= 2**31 else 8,
         places=places,
         compiled=bool(of_all.compiled),
-        staying=not on_host(rows.values),
-        in_order=not request.op.builtin,
         hosts=hosts_of(group),
     )
 
@@ -237,15 +211,17 @@ def performed(
     group: Group,
     request: Request,
     name: str,
-    algorithm: Callable[[CanonicalRows, Call], tuple[Line, Rows]],
+    algorithm: Body,
+    by_verbs: Callable[[plain.Call], Rows],
     *,
     apart: bool = False,
 ) -> tuple[Rows, Record]:
-    """Begin a call, run it, raise late errors, and note what it did; collective.
+    """Begin a call, run it, and note what it did; collective.
 
     Args:
         group, request, name: see `begun`.
-        algorithm: gets this rank's rows and the call; returns what ran, and the result.
+        algorithm: what it does where the wire carries the rows.
+        by_verbs: what it does where verbs carry them, in the caller's dtype.
         apart: whether ranks get different results.
 
     Returns:
@@ -254,22 +230,18 @@ def performed(
     Raises:
         WeftError: a caller's function raised; the same text on every rank.
     """
-    raised: list[BaseException] = []
-    if not request.op.builtin:
-        request = replace(request, op=guarded(request.op, raised))
+    opened_as = begun(group, request, name)
+    if isinstance(opened_as, plain.Call):
+        result = plain.performed(group, opened_as, name, by_verbs)
+        return result, _record_of_plain(group, opened_as, result, apart=apart)
+    rows, call = opened_as
     try:
-        rows, call = begun(group, request, name)
-        try:
-            start = time.perf_counter()
-            line, result = algorithm(rows, call)
-            seconds = time.perf_counter() - start
-            result = call.delivered(result)
-        finally:
-            rows.release()
-        if not call.op.builtin:  # its function may have raised on this rank alone
-            confess(group, f"the end of {name}", raised[0] if raised else None)
+        start = time.perf_counter()
+        line, result = algorithm(rows, call)
+        seconds = time.perf_counter() - start
+        result = call.delivered(result)
     finally:
-        raised.clear()
+        rows.release()
     union = len(result)
     if apart:  # nobody knows all rows of the result
         bound = call.sizes.bound_to_one
@@ -279,6 +251,17 @@ def performed(
     record = Record.of(group, *line, len(rows), call.sizes.total, union, bound)
     note(group, record)
     return result, record
+
+
+def _record_of_plain(group: Group, call: plain.Call, result: Rows, *, apart: bool) -> Record:
+    """Note a call that went by verbs."""
+    sizes = call.sizes
+    union = len(result)
+    bound = sizes.bound_to_one if apart else sizes.bound(union)
+    rows = call.counts[group.rank]
+    record = Record.of(group, PLAIN, call.why, rows, sizes.total, union, bound)
+    note(group, record)
+    return record
 
 
 def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
@@ -293,7 +276,7 @@ def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
             return line, merge_eager(call.rows_of_all, call)
         return line, ALGORITHMS[line.algorithm](rows, call)
 
-    return performed(group, request, "sparse_all_reduce", algorithm)
+    return performed(group, request, "sparse_all_reduce", algorithm, plain.summed)
 
 
 def sibling(call: Call, name: str) -> Line:
@@ -305,7 +288,10 @@ def sibling(call: Call, name: str) -> Line:
 
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
-    _, call = begun(group, request, "explain", looks=True)
+    opened_as = begun(group, request, "explain", looks=True)
+    if isinstance(opened_as, plain.Call):
+        return Explanation.of(Line(PLAIN, opened_as.why), opened_as.sizes)
+    _, call = opened_as
     return Explanation.of(_line(request, call), call.sizes)
 
 

@@ -33,10 +33,6 @@ class Sizes:
         compiled: all ranks have machine code, which `holders` and packed index lists are made of.
         chunk: bytes of values sent at a time.
         gaps: index lists are written as gaps, in few bits.
-        staying: rows are on an accelerator, whose values the host does not read. Messages travel in
-            rounds there: both ends know the length of each before they post it, all that is known
-            is sent together, and every rank takes part in every round.
-        in_order: only neighbouring ranks' rows may be combined (op is a caller's function).
         hosts: which ranks share a host; None is one host for each.
         summed: the rows that ranks have are sums of some ranks each, of an earlier stage.
     """
@@ -53,8 +49,6 @@ class Sizes:
     compiled: bool = True
     chunk: int = 1 << 18
     gaps: bool = False
-    staying: bool = False
-    in_order: bool = False
     hosts: Hosts | None = None
     summed: bool = False
 
@@ -102,13 +96,13 @@ class Sizes:
     def sends_directly(self, nbytes: float) -> bool:
         """Whether an all-gather sends directly to all ranks instead of round the ring.
 
-        So it does where each step of a ring would be a round of its own, where all ranks share a
-        host, and if little comes altogether. Else one stream enters each host, and one leaves it.
+        So it does where all ranks share a host, and if little comes altogether. Else one stream
+        enters each host, and one leaves it.
 
         Args:
             nbytes: of each rank, on average; the same number on every rank.
         """
-        return self.staying or self.on_one_host or (self.ranks - 1) * nbytes < _FEW
+        return self.on_one_host or (self.ranks - 1) * nbytes < _FEW
 
     # hosts
 
@@ -131,14 +125,8 @@ class Sizes:
 
     @property
     def begins_in_hosts(self) -> bool:
-        """Whether `split` sums within hosts first.
-
-        On an accelerator it does not: in each step the host would wait. A function must get its
-        operands in the order of ranks, so those of each host must be neighbours.
-        """
-        if self.hosts is None or self.staying or not 1 < len(self.hosts.ranks) < self.ranks:
-            return False
-        return self.hosts.in_order or not self.in_order
+        """Whether `split` sums within hosts first."""
+        return self.hosts is not None and 1 < len(self.hosts.ranks) < self.ranks
 
     def in_host(self, ranks: int) -> Sizes:
         """The sizes among so many ranks of a host."""

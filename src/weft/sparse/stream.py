@@ -20,7 +20,6 @@ To make one of these objects sends nothing. `start` posts what can be posted the
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise, zip_longest
@@ -159,52 +158,6 @@ def _size_of(head: Tensor, most: int) -> int:
     return size
 
 
-class _ListsOfKnownLength(IndexLists):
-    """The same on an accelerator, sent as they are: all ranks first tell each other the lengths.
-
-    So a receive is as long as its message, and the host need not read one on an accelerator. The
-    ranks also tell each other their parts of `call.of_device`, which add up.
-    """
-
-    are_sent = True
-
-    def start(self) -> Self:
-        """Exchange the lengths with all ranks, wait for these, then post the lists."""
-        self._counts = self._exchange_lengths()
-        item = self._call.wire_index.itemsize
-        sizes = [(peer, count * item) for peer, count in self._counts.items()]
-        self._pending = self._call.group.post([*self._lists.items()], sizes, LISTS)
-        return self
-
-    def _exchange_lengths(self) -> dict[int, int]:
-        """How many indices each source sends here; sets `call.of_device.below`."""
-        call = self._call
-        size = call.group.size
-        counts = [self._lists[peer].numel() if peer in self._lists else 0 for peer in range(size)]
-        numbers = struct.Struct(f"<{size + len(call.of_device.below)}q")
-
-        def read(raw: bytes | memoryview) -> tuple[int, ...]:
-            lengths = numbers.unpack(raw)
-            if not all(0 <= each <= call.header.total for each in lengths):
-                raise ValueError(f"of {call.header.total} rows they are {lengths}")
-            return lengths
-
-        message = numbers.pack(*counts, *call.of_device.below)
-        of_all = call.group.all_gather_bytes(message, read, "lengths of lists")
-        below = [numbers_of_rank[size:] for numbers_of_rank in of_all]
-        call.of_device.below = [sum(each) for each in zip(*below, strict=True)]
-        return {peer: of_all[peer][call.group.rank] for peer in self._sources}
-
-    def wait(self) -> dict[int, Tensor]:
-        dtype = self._call.wire_index
-        received = zip(self._counts.items(), self._pending.wait(), strict=True)
-        # the host does not look at them
-        return {peer: typed(memory, (count,), dtype) for (peer, count), memory in received}
-
-    def release(self) -> None:
-        self._pending.release()
-
-
 def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> IndexLists:
     """Begin to send index lists to some peers, and to receive index lists from some; collective.
 
@@ -216,8 +169,6 @@ def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[in
     Returns:
         The lists under way.
     """
-    if call.sizes.staying:  # where who posts a receive has to know how long its message is
-        return _ListsOfKnownLength(call, lists, sources).start()
     return IndexLists(call, lists, sources).start()
 
 
@@ -245,48 +196,6 @@ def check_lengths(call: Call, lists: Sequence[Tensor], counts: Sequence[int]) ->
         if sent != count:
             name = call.group.rank_in_errors(peer)
             raise call.group.fail(peer, f"rank {name} sent {sent} indices of {count} rows")
-
-
-def union_of_lists(
-    call: Call, lists: Mapping[int, Tensor], span: tuple[int, int] | None = None
-) -> kernels.Union:
-    """The union of index lists; sets `call.of_device.below`.
-
-    Args:
-        call: the call this is for.
-        lists: by rank, in rank order.
-        span: of the indices that this rank owns, if the lists have others, too. The union's `below`
-            then says where they begin and end, and `call.of_device` counts only them.
-
-    Raises:
-        WireError: as `check_order`.
-    """
-    ends = span or ()
-    marks = *ends, *call.of_device.marks
-    try:
-        union = kernels.union([*lists.values()], marks, call.sizes.places - 1)
-    except ValueError:
-        check_order(call, lists)
-        raise
-    of_ends = union.below[: len(ends)]
-    of_marks = union.below[len(ends) :]
-    begin, end = of_ends or (0, union.indices.numel())
-    call.of_device.below = [min(max(each, begin), end) - begin for each in of_marks]
-    return union._replace(below=of_ends)
-
-
-def check_order(call: Call, lists: Mapping[int, Tensor]) -> None:
-    """Check lists, by rank, of which some is invalid if the union of them has raised ValueError.
-
-    Raises:
-        WireError: a list on an accelerator is invalid; lists on the CPU were checked on arrival.
-    """
-    last = call.sizes.places - 1
-    for peer, indices in lists.items():
-        if not kernels.ascends(indices, last):
-            name = call.group.rank_in_errors(peer)
-            text = f"rank {name} sent indices that are out of order, or not from 0 to {last}"
-            raise call.group.fail(peer, text)
 
 
 class Inflow:
@@ -331,7 +240,7 @@ class Inflow:
         """The `Source`: each piece is valid until the next one is asked for."""
         if not self._call.sizes.row:
             shape = stop - start, *self._call.row_shape
-            yield torch.empty(shape, dtype=self._call.dtype, device=self._call.device)
+            yield torch.empty(shape, dtype=self._call.dtype)
             return
         while start < stop:
             if start == self._end:
@@ -539,33 +448,28 @@ def merge_blocks(
         runs: the sorted indices of each source.
         sources: where their values come from.
         union: of the runs.
-        out: `[U, *row_shape]` in the dtype of the result. If the union has `below`, U counts the
-            indices between those two places only.
+        out: `[U, *row_shape]` in the dtype of the result.
     """
     step = call.chunk_rows
     total = union.indices.numel()
-    begin, end = union.below or (0, total)
     starts = range(0, total, step)
     if len(starts) == 1:
         bounds = [[0, run.numel()] for run in runs]
     else:
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
-    direct = call.partial == call.dtype and end - begin == total
+    direct = call.partial == call.dtype
     with call.group.lease(0 if direct else min(step, total) * call.sizes.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
-            low = max(start, begin)
-            high = min(stop, end)
-            sums = final = out[low - begin : high - begin]
+            sums = final = out[start:stop]
             if not direct:
-                shape = stop - start, *call.row_shape
-                sums = typed(memory, shape, call.partial)
+                sums = typed(memory, (stop - start, *call.row_shape), call.partial)
             for run, source in enumerate(sources):
                 row, last = bounds[run][block : block + 2]
                 for piece in source(row, last) if row < last else ():
                     upto = row + piece.shape[0]
                     kernels.combine(sums, union.slots[run][row:upto], piece, call.op, start)
                     row = upto
-            call.finish(sums if direct else sums[low - start : high - start], final)
-            yield low - begin, high - begin
+            call.finish(sums, final)
+            yield start, stop

@@ -11,9 +11,8 @@ its row shape is, which a rank without rows of it need not know.
 The results of the tables of a kind are parts of the tall table's memory, which is freed with the
 last of them.
 
-On an accelerator all tables must be on one device, and results are copies. All indices are surveyed
-before the exchange, and a result's size is found together with the places where its tables begin.
-So the host waits once for the list, and once for each kind.
+Tables that verbs carry are read for their largest indices together, and so are the places in the
+results where tables begin. All tables of a list must be on one device.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels
 from ..base.arguments import in_words
-from ..base.devices import on_host
 from ..base.errors import WeftError, check, conclusion, summed_up
 from ..base.memory import fresh
-from ..base.tensors import as_bytes, shape_in
+from ..base.tensors import as_bytes, shape_in, there
 from ..call.attempt import preparing
 from ..call.opening import opened
 from ..call.statement import room
 from ..group.group import Group
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.group import read
+from ..verbs.interface import Verbs
 from . import run
-from .header import POINTS
 from .record import Record, note
 from .registry import ALONE, EAGER
 from .request import NOTHING, Request
@@ -93,8 +92,8 @@ def requests_of(rows: list[Any], op: Any, algorithm: object, wire_dtype: object)
     for number, table in enumerate(rows or [nothing]):
         with _naming(number):
             request = of_all.given(table)
-            if on_host(request.rows.indices):
-                request.look_at_ends()
+            if request.rows.indices.is_cpu:
+                request.look_at_ends(Tensor.tolist)
         requests.append(request)
     requests[0].fields["number of tables"] = len(rows)
     check(_scattered(requests))
@@ -128,49 +127,22 @@ def _scattered(requests: Sequence[Request]) -> str | None:
     return None
 
 
-def _survey(requests: Sequence[Request]) -> None:
-    """Survey the indices of all tables on an accelerator, with one wait.
-
-    The first table of a group keeps the survey of the keys of the whole group.
+def _take_ends(requests: Sequence[Request], verbs: Verbs) -> None:
+    """Find the smallest and the largest index of each table, all with one read.
 
     Raises:
-        WeftError: an index is not of its table, or too large.
+        WeftError: one is not of its table.
     """
-    kinds: dict[Any, list[tuple[int, Tensor]]] = {}
-    shift, index = _shift(requests)
-    for number, request in enumerate(requests):
-        rows = request.rows
-        end = 1 << shift
-        if len(rows):
-            ids = rows.indices.long()
-            most = end if rows.height is None else min(end, rows.height)
-            keys = (ids + number * end).where((ids >= 0) & (ids < most), -1).to(index)
-            kind = request.half, rows.values.dtype, rows.row_shape  # as `_kinds` tells them apart
-            kinds.setdefault(kind, []).append((number, keys))
-            request.highest = 0  # not -1: the table has rows
-    tall = [torch.cat([keys for _, keys in tables]) for tables in kinds.values()]
-    surveys = kernels.survey(tall, POINTS)
-    for tables, survey in zip(kinds.values(), surveys, strict=True):
-        requests[tables[0][0]].survey = survey
-        for number, _ in tables if survey.lowest < 0 else ():
-            with _naming(number):
-                highest = requests[number].look_at_ends().highest
-                check(_too_large(highest) if highest >= end else None)
+    numbered = [(number, each) for number, each in enumerate(requests) if len(each.rows)]
+    ends = [end.long() for _, each in numbered for end in each.rows.indices.aminmax()]
+    found = iter(verbs.read(torch.stack(ends)) if ends else ())
+    for number, request in numbered:
+        with _naming(number):
+            request.take_ends(next(found), next(found))
 
 
 def _too_large(index: int) -> str:
     return f"index {index} is too large for a list: pass it alone"
-
-
-def _shift(requests: Sequence[Request]) -> tuple[int, torch.dtype]:
-    """The layout of keys on an accelerator: the bits for an index, and the dtype.
-
-    Above those bits stands the table's number. The bits do not depend on the indices, since no rank
-    knows yet how large those of the others are.
-    """
-    heights = [_END if each.rows.height is None else each.rows.height for each in requests]
-    shift = min(max(heights).bit_length(), 62 - (len(requests) - 1).bit_length())
-    return shift, torch.int32 if len(requests) << shift < _SHORT else torch.int64
 
 
 def reduced(group: Group, requests: Sequence[Request]) -> list[Any]:
@@ -187,16 +159,12 @@ def reduced(group: Group, requests: Sequence[Request]) -> list[Any]:
     with preparing(group, NAME):  # there may be no memory for tall tables
         calls = [kind.request(requests) for kind in kinds]
     done = [run.reduced(group, call) for call in calls]
-    # where tables begin in the results, unless the algorithm knows: read together, with one wait
-    results = [
-        (kind, call.of_device.below, rows)
-        for kind, call, (rows, _) in zip(kinds, calls, done, strict=True)
-    ]
-    unknown = [kind.ends(rows) for kind, below, rows in results if kind.tall and not below]
-    ends = iter(kernels.read(torch.cat(unknown)) if unknown else ())
+    results = [(kind, rows) for kind, (rows, _) in zip(kinds, done, strict=True)]
+    begin = [kind.begins(rows) for kind, rows in results if kind.tall]
+    places = iter(read(group, torch.cat(begin)) if begin else ())
     parts = {table: _no_rows(request.rows) for table, request in enumerate(requests)}
-    for kind, below, rows in results:
-        parts |= kind.parts(rows, requests, iter(below or ends))
+    for kind, rows in results:
+        parts |= kind.parts(rows, requests, places)
     note(group, _record_of_list(group, [record for _, record in done]))
     return [request.restore(parts[table]) for table, request in enumerate(requests)]
 
@@ -226,7 +194,7 @@ class _Kind(NamedTuple):
         tables: their numbers.
         row_shape: shape of a row.
         starts: the first key of each table, and the end of all keys.
-        tall: whether indices become keys; a single table on the host keeps its indices.
+        tall: whether indices become keys; a single table keeps its indices.
     """
 
     tables: tuple[int, ...]
@@ -239,24 +207,18 @@ class _Kind(NamedTuple):
         tables = [requests[table].rows for table in self.tables]
         shaped = [rows.values.view(len(rows), *self.row_shape) for rows in tables]
         kind = requests[self.tables[0]]
-        if not on_host(shaped[0]):
-            surveys = (requests[table].survey for table in self.tables)
-            survey = next(filter(None, surveys), None)
-            none = shaped[0].new_empty(0, dtype=_shift(requests)[1])
-            keys = none if survey is None else survey.distinct.indices
-            return kind.of_rows(Rows(keys, torch.cat(shaped), self.starts[-1]), survey, self.starts)
         if not self.tall:
             return kind.of_rows(Rows(tables[0].indices, shaped[0], tables[0].height))
         counts = [len(each) for each in tables]
         indices = torch.cat([each.indices for each in tables])
         keys = indices.add(_repeated(self.starts[:-1], counts, indices))
         keys = keys.to(torch.int32 if self.starts[-1] < _SHORT else torch.int64)
-        memory = fresh((len(keys), *self.row_shape), shaped[0].dtype)
+        memory = fresh((len(keys), *self.row_shape), shaped[0].dtype, keys.device)
         return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
 
-    def ends(self, result: Rows) -> Tensor:
+    def begins(self, result: Rows) -> Tensor:
         """The place in the result where the rows of each table begin, and the end of the last."""
-        return torch.searchsorted(result.indices, kernels.there(self.starts, result.indices))
+        return torch.searchsorted(result.indices, there(self.starts, result.indices))
 
     def parts(
         self, result: Rows, requests: Sequence[Request], ends: Iterator[int]
@@ -279,9 +241,7 @@ class _Kind(NamedTuple):
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
     """Repeat `numbers[i]` `counts[i]` times; int64, on the device of `like`."""
-    of, times = (
-        kernels.there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts)
-    )
+    of, times = (there(each, like.new_empty(0, dtype=torch.int64)) for each in (numbers, counts))
     return torch.repeat_interleave(of, times, output_size=sum(counts))
 
 
@@ -289,9 +249,9 @@ def _split(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """The rows between each bound and the next, each part with a storage of its own.
 
     So `torch.save` of a part does not save the whole. On the host the parts share the memory of the
-    whole; on an accelerator they are copies.
+    whole; on a device they are copies.
     """
-    if not on_host(whole):
+    if not whole.is_cpu:
         return [whole[low:high].clone() for low, high in pairwise(bounds)]
     memory = as_bytes(whole).numpy()
     shape = whole.shape[1:]
@@ -322,11 +282,8 @@ def _kinds(tables: Sequence[_Table], requests: Sequence[Request]) -> list[_Kind]
     for (_, row_shape), numbers in numbers_of.items():
         sizes = [tables[number].highest + 1 for number in numbers]
         starts = [0, *accumulate(sizes)]
-        staying = not on_host(requests[0].rows.indices)
-        tall = staying or len(numbers) > 1
-        if staying:
-            starts = [number << _shift(requests)[0] for number in (*numbers, numbers[-1] + 1)]
-        elif starts[-1] > _END and tall:
+        tall = len(numbers) > 1
+        if starts[-1] > _END and tall:
             most = max(zip(sizes, numbers, strict=True))
             raise conclusion(f"table {most[1]}: {_too_large(most[0] - 1)}")
         kinds.append(_Kind(tuple(numbers), row_shape, starts, tall))
@@ -358,13 +315,12 @@ def _agreed_tables(group: Group, requests: Sequence[Request]) -> list[_Table]:
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
-    on_device = group.on(requests[0].rows.values.device)
     with preparing(group, NAME):
-        check(on_device.refusal)
-        if not on_host(requests[0].rows.values):
-            _survey(requests)
+        verbs = verbs_of(group, requests[0].device)
+        if verbs is not None:
+            _take_ends(requests, verbs)
         mine = np.array([_numbers_of(request) for request in requests])
-    requests[0].fields["device"] = on_device.route
+    requests[0].fields["device"] = carried_by(verbs)
     fields = {name: requests[0].fields.get(name) for name in _FIELDS}
     most = room(group.size) // (_NUMBERS * mine.itemsize)
     parts = []

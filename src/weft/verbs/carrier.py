@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..base._torch import serves
+from ..base.devices import IN_A_GRAPH, is_capturing
+from ..base.devices import current as current
 from ..base.errors import WeftError
 from ..group.group import Group
 from .group import GroupVerbs
@@ -32,6 +34,8 @@ def verbs_of(group: Group, device: torch.device) -> Verbs | None:
     """
     if device.type == "cpu" and not group.session.is_by_group:
         return None
+    if is_capturing(device):
+        raise WeftError(IN_A_GRAPH)
     is_own = group.worker.is_in_background()
     name = f"verbs of {device}, {'asynchronous' if is_own else 'synchronous'}"
     verbs = group.state.get(name)
@@ -45,6 +49,18 @@ def carried_by(verbs: Verbs | None) -> str:
     return "cpu" if verbs is None else verbs.name
 
 
+def own_device(kind: str) -> torch.device:
+    """The device of a kind that this rank computes on.
+
+    Raises:
+        WeftError: it computes on none of that kind.
+    """
+    device = torch.device("cpu") if kind == "cpu" else current()
+    if device.type != kind:
+        raise WeftError(f"rows come on {kind}, of which this rank uses none: set a device first")
+    return device
+
+
 def _made(group: Group, device: torch.device, is_own: bool) -> Verbs:
     """New verbs; they end with the session.
 
@@ -53,7 +69,7 @@ def _made(group: Group, device: torch.device, is_own: bool) -> Verbs:
     """
     process_group = group.session.process_group()
     if group.size == 1 or (process_group is None and not dist.is_initialized()):
-        return PostedVerbs(group, device)  # to nobody, or between threads
+        return PostedVerbs(group, f"{device.type} (posts)")  # to nobody, or between threads
     if process_group is None:
         raise WeftError(
             f"these ranks have no process group that takes {device.type} tensors, as parts that "

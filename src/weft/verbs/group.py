@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import new_process_group, store_of
+from ..base.memory import bytes_of
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
 
@@ -72,32 +73,28 @@ class GroupVerbs:
         # a process group numbers its ranks as the job does: for each rank its number there
         ascending = sorted(group.global_ranks)
         self._numbers = [ascending.index(rank) for rank in group.global_ranks]
-        self._is_renumbered = self._numbers != [*range(self.size)]
+        self._by_number = sorted(range(self.size), key=self._numbers.__getitem__)
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        count = mine.numel()
-        found = mine.new_empty(self.size * count)
-        self._count([count * mine.itemsize] * self.size)
-        self._run("all_gather", lambda group: _all_gather(found, mine, group))
-        return self._in_rank_order(found, [count] * self.size)
+        own = bytes_of(mine)
+        found = own.new_empty(self.size * own.numel())
+        counts = [own.numel()] * self.size
+        self._count(counts)
+        self._run("all_gather", lambda group: _all_gather(found, own, group))
+        return self._in_rank_order(found, counts).view(mine.dtype)
 
     def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
-        size = mine.itemsize
-        found = mine.new_empty(sum(comes))
-        sent = self._in_order_of_numbers(mine, goes).view(
-            torch.uint8
-        )  # no backend takes all dtypes
-        outgoing, incoming = ([0] * self.size for _ in range(2))
-        for number, to, of in zip(self._numbers, goes, comes, strict=True):
-            outgoing[number] = to * size
-            incoming[number] = of * size
-        self._count([to * size for to in goes])
-        received = found.view(torch.uint8)
+        # as bytes, since no backend takes all dtypes
+        to, of = ([count * mine.itemsize for count in counts] for counts in (goes, comes))
+        sent = self._in_order_of_numbers(bytes_of(mine), to)
+        found = sent.new_empty(sum(of))
+        outgoing, incoming = ([each[rank] for rank in self._by_number] for each in (to, of))
+        self._count(to)
         self._run(
             "all_to_all",
-            lambda group: dist.all_to_all_single(received, sent, incoming, outgoing, group=group),
+            lambda group: dist.all_to_all_single(found, sent, incoming, outgoing, group=group),
         )
-        return self._in_rank_order(found, comes)
+        return self._in_rank_order(found, of).view(mine.dtype)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         return op in _OPS and dtype in _REDUCED
@@ -112,7 +109,7 @@ class GroupVerbs:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         self._count([tensor.nbytes if self.rank == root else 0] * self.size)
         number = self._numbers[root]
-        flat = tensor.view(-1).view(torch.uint8)
+        flat = bytes_of(tensor)
         self._run("broadcast", lambda group: dist.broadcast(flat, group=group, group_src=number))
 
     def read(self, numbers: Tensor) -> list[int]:
@@ -162,19 +159,17 @@ class GroupVerbs:
 
     def _in_rank_order(self, found: Tensor, counts: Sequence[int]) -> Tensor:
         """What came in the order of the process group's numbers, in that of ranks."""
-        if not self._is_renumbered:
+        if self._by_number == [*range(self.size)]:
             return found
-        by_number = sorted(range(self.size), key=self._numbers.__getitem__)
-        parts = torch.split(found, [counts[rank] for rank in by_number])
+        parts = torch.split(found, [counts[rank] for rank in self._by_number])
         return torch.cat([parts[number] for number in self._numbers])
 
     def _in_order_of_numbers(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """What goes to ranks, in the order of the process group's numbers."""
-        if not self._is_renumbered:
+        if self._by_number == [*range(self.size)]:
             return mine
         parts = torch.split(mine, list(counts))
-        by_number = sorted(range(self.size), key=self._numbers.__getitem__)
-        return torch.cat([parts[rank] for rank in by_number])
+        return torch.cat([parts[rank] for rank in self._by_number])
 
     # what ends waits
 
@@ -261,7 +256,7 @@ def read(group: Group, numbers: Tensor, name: str = "") -> list[int]:
 def _all_gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
     """Torch's all-gather into one tensor, by the name that it has in this release."""
     into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    into(found.view(torch.uint8), mine.view(torch.uint8), group=group)
+    into(found, mine, group=group)
 
 
 def _end(group: Any) -> None:

@@ -24,21 +24,22 @@ class PostedVerbs:
         rank, size, name: as of `Verbs`.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, name: str) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.name = f"{device.type} (posts)"
+        self.name = name
         self._group = group
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        counts = [mine.numel()] * self.size
-        found = mine.new_empty(sum(counts))
-        self._post([mine] * self.size, torch.split(found, counts))
+        found = mine.new_empty(self.size * mine.numel())
+        own = bytes_of(mine)
+        self._post([own] * self.size, torch.split(bytes_of(found), [own.numel()] * self.size))
         return found
 
     def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
         found = mine.new_empty(sum(comes))
-        self._post(torch.split(mine, list(goes)), torch.split(found, list(comes)))
+        outgoing, incoming = ([count * mine.itemsize for count in each] for each in (goes, comes))
+        self._post(torch.split(bytes_of(mine), outgoing), torch.split(bytes_of(found), incoming))
         return found
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
@@ -58,7 +59,7 @@ class PostedVerbs:
         return read(self._group, numbers, self.name)
 
     def _post(self, goes: Sequence[Tensor], comes: Sequence[Tensor]) -> None:
-        """Send a tensor to each rank, and fill one from each; a rank's own is copied."""
+        """Send bytes to each rank, and fill some from each; a rank's own are copied."""
         if comes[self.rank].numel():
             comes[self.rank].copy_(goes[self.rank])
         sends = [(peer, goes[peer]) for peer in self._group.peers if goes[peer].numel()]

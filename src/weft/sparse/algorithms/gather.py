@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import kernels
 from ...base.memory import typed
 from ...group.channels import VALUES
 from ..call import Call
@@ -33,7 +34,6 @@ from ..stream import (
     merge_blocks,
     send_list_to_all,
     source_of,
-    union_of_lists,
 )
 
 
@@ -63,7 +63,7 @@ def gather(rows: CanonicalRows, call: Call) -> Rows:
         if runs is None:
             runs = in_rank_order(call, lists, indices)
             check_lengths(call, runs, counts)
-        union = union_of_lists(call, dict(enumerate(runs)))
+        union = kernels.union(runs)
         result = call.result_at(union.indices)
         sources = [ring.source(rank) for rank in range(group.size)]
         sources[group.rank] = source_of(rows.values)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ...base.arguments import truth
-from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...group import default
 from ...group.channels import LISTS, VALUES
 from ...group.worker import Work
+from .. import plain
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
@@ -135,8 +135,12 @@ def sparse_all_gather(
         counts.extend(call.counts)
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
+    def by_verbs(call: plain.Call) -> Rows:
+        counts.extend(call.counts)
+        return plain.concatenated(call)
+
     def job() -> Any:
-        result, _ = performed(group, request, _NAME, algorithm)
+        result, _ = performed(group, request, _NAME, algorithm, by_verbs)
         restored = request.restore(result)
         return (restored, torch.tensor(counts)) if with_counts else restored
 
@@ -144,7 +148,8 @@ def sparse_all_gather(
         call.is_async = truth("async_op", async_op)
         request = Request.to_move(rows, wire_dtype)
         with_counts = truth("return_counts", return_counts)
-        call.job = Aside(group.streams, request.device, job)
+        call.job = job
+        call.device = request.device
     return call.start()
 
 

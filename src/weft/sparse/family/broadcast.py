@@ -2,7 +2,7 @@
 
 It is a `sparse_all_gather` in which all others have no rows: few travel in the opening exchange;
 more go between hosts from rank to rank along the ring in chunks, so a link carries them once; where
-little comes altogether, within a host, and on accelerators, the source sends them to every rank.
+little comes altogether, and within a host, the source sends them to every rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from ...base.arguments import root_in, truth
-from ...base.devices import Aside, current
 from ...base.errors import untransformed
 from ...call.attempt import preparing
+from ...call.opening import opened
 from ...group import default
+from ...verbs.carrier import current
+from .. import plain
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
@@ -82,13 +84,19 @@ def sparse_broadcast(
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         forms.append(call.fields["form"])
-        if group.size > 2 and not (call.sizes.staying or call.sizes.on_one_host):
+        if group.size > 2 and not call.sizes.on_one_host:
             call = replace(call, sizes=call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         counts = [call.sizes.total * (rank == src) for rank in range(group.size)]
         return sibling(call, "ring"), concatenated(rows, call, counts)
 
+    def by_verbs(call: plain.Call) -> Rows:
+        forms.append(call.opening.fields["form"])
+        if here:  # the others learn from the opening on what device rows are
+            opened(group, _NAME, {"device": call.verbs.name})
+        return plain.of_source(call, src)
+
     def job() -> Any:
-        received, _ = performed(group, request, _NAME, algorithm)
+        received, _ = performed(group, request, _NAME, algorithm, by_verbs)
         (form,) = forms
         if here:
             result = request.restore(received)
@@ -106,8 +114,8 @@ def sparse_broadcast(
         if here:
             request.fields["form"] = _form_of(rows)
             request.fields["row shape"] = tuple(request.rows.row_shape)
-        device = request.device if here else current()
-        call.job = Aside(group.streams, device, job)
+        call.job = job
+        call.device = request.device if here else current()
     return call.start()
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal, overload
 import torch
 
 from ...base.arguments import root_in, truth
-from ...base.devices import Aside
 from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
+from .. import plain
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
@@ -104,12 +104,13 @@ def sparse_reduce(
         return sibling(call, "direct"), sums_in(ranges, rows, call)
 
     def job() -> Any:
-        result, _ = performed(group, request, _NAME, algorithm, apart=True)
+        result, _ = performed(group, request, _NAME, algorithm, plain.summed, apart=True)
         return request.restore(result) if here else None
 
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
         request = Request.of(rows, op, NO_CHOICE, wire_dtype)
         request.take_root("group_dst", dst, group_dst, group.size)
-        call.job = Aside(group.streams, request.device, job)
+        call.job = job
+        call.device = request.device
     return call.start()

@@ -7,6 +7,7 @@ no others. Few rows travel in the opening exchange; else the schedule is
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,11 @@ from typing import Any, Literal, overload
 import torch
 
 from ...base.arguments import truth
-from ...base.devices import Aside
 from ...base.errors import WeftError, summed_up, untransformed
 from ...call.attempt import preparing
 from ...group import default
 from ...group.worker import Work
+from .. import plain
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
@@ -112,11 +113,13 @@ def sparse_reduce_scatter(
         bounds.extend(chosen or _balanced(call))
         return sibling(call, "reduce_scatter"), sums_in(bounds, rows, call)
 
+    def by_verbs(call: plain.Call) -> Rows:
+        bounds.extend(chosen or _equal_ranges(call))
+        low, high = bounds[group.rank : group.rank + 2]
+        return plain.part_of(call.verbs, plain.summed(call), low, high)
+
     def job() -> Any:
-        with preparing(group, _NAME):
-            if chosen and len(request.look().rows):
-                _check_ends(chosen, request.lowest, request.highest)
-        result, record = performed(group, request, _NAME, algorithm, apart=True)
+        result, record = performed(group, request, _NAME, algorithm, by_verbs, apart=True)
         note(group, replace(record, ranges=tuple(bounds)))
         return request.restore(result)
 
@@ -124,7 +127,8 @@ def sparse_reduce_scatter(
         call.is_async = truth("async_op", async_op)
         request = Request.of(rows, op, NO_CHOICE, wire_dtype)
         chosen = _take_ranges(request, ranges, group.size)
-        call.job = Aside(group.streams, request.device, job)
+        call.job = job
+        call.device = request.device
     return call.start()
 
 
@@ -137,6 +141,9 @@ def _take_ranges(
         return None
     chosen = _checked(ranges, size)
     request.fields["ranges"] = _spelled(chosen)
+    request.wrong_ends = functools.partial(_outside, chosen)
+    if request.highest >= 0:  # they are known
+        request.take_ends(request.lowest, request.highest)
     return chosen
 
 
@@ -159,6 +166,13 @@ def _balanced(call: Call) -> list[int]:
         header = Header.of_all(all_with_points(call.headers))
     bounds = balanced_bounds(header, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
+
+
+def _equal_ranges(call: plain.Call) -> list[int]:
+    """Ranges of as many indices each: every rank makes all sums anyway."""
+    end = call.highest + 1 if call.request.rows.height is None else call.request.rows.height
+    size = call.verbs.size
+    return [end * rank // size for rank in range(size + 1)]
 
 
 def _checked(ranges: Sequence[int], size: int) -> tuple[int, ...]:
@@ -184,14 +198,15 @@ def _checked(ranges: Sequence[int], size: int) -> tuple[int, ...]:
     return bounds
 
 
-def _check_ends(bounds: tuple[int, ...], low: int, high: int) -> None:
-    """Raises WeftError if the ranges do not contain the smallest and the largest index."""
+def _outside(bounds: tuple[int, ...], low: int, high: int) -> str | None:
+    """What is wrong with a smallest and a largest index that are to lie in the ranges, or None."""
     outside = low if low < bounds[0] else high
-    if not bounds[0] <= outside < bounds[-1]:
-        raise WeftError(
-            f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
-            f"{bounds[-1]}"
-        )
+    if bounds[0] <= outside < bounds[-1]:
+        return None
+    return (
+        f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
+        f"{bounds[-1]}"
+    )
 
 
 def _spelled(bounds: tuple[int, ...]) -> str:
