@@ -187,12 +187,11 @@ class Listener:
         near = _unix(endpoint.token, timeout=_UNIX_TIMEOUT) if is_near else None
         if near is not None:
             near.setblocking(False)
-            return Attempt(peer, hello, endpoint.token, near, is_connected=True)
+            return Attempt(peer, hello, endpoint.token, near)
         address = endpoint.address
         if ":" in address:
             address += self._scope
-        sock = _connecting(address, endpoint.port)
-        return Attempt(peer, hello, endpoint.token, sock, is_connected=False)
+        return Attempt(peer, hello, endpoint.token, _connecting(address, endpoint.port))
 
     def acceptor(self, rank: int, awaited: int) -> Acceptor:
         """What accepts so many ranks that are to come, at this rank."""
@@ -283,20 +282,17 @@ class Attempt:
 
     Attributes:
         peer: the rank that listens.
-        sock: non-blocking.
-        is_connected: whether it is; nobody has heard of this rank before.
+        sock: non-blocking. It is readable where `advance` can do something: its listener sends
+            first, and where it cannot be connected, to read says why.
     """
 
-    def __init__(
-        self, peer: int, hello: bytes, token: str, sock: socket.socket, *, is_connected: bool
-    ) -> None:
+    def __init__(self, peer: int, hello: bytes, token: str, sock: socket.socket) -> None:
         """
         Args:
             peer: the rank that listens.
             hello: of this rank, for one connection.
             token: of the peer's listener.
             sock: non-blocking, connected or being connected; its owner is the attempt.
-            is_connected: whether it is connected.
         """
         self.peer = peer
         self.sock = sock
@@ -304,17 +300,16 @@ class Attempt:
         self._token = token
         self._signed = b""  # what the proofs are HMACs of; b"" until the listener's nonce is there
         self._received = b""  # of the message that the listener sends next
-        self.is_connected = is_connected
 
     @property
-    def wanted(self) -> int:
-        """The events of the socket to wait for, as `select.poll` has them."""
-        return select.POLLIN if self.is_connected else select.POLLOUT
+    def has_said_hello(self) -> bool:
+        """Whether who listens may take it from now on."""
+        return self._signed != b""
 
     def sleep(self, seconds: float) -> None:
         """Wait until `advance` can do something."""
         poll = select.poll()
-        poll.register(self.sock, self.wanted)
+        poll.register(self.sock, select.POLLIN)
         poll.poll(seconds * 1e3)
 
     def advance(self) -> bool:
@@ -323,10 +318,6 @@ class Attempt:
         Raises:
             OSError: the connection failed, or who listens does not know the token.
         """
-        if not self.is_connected:
-            self.is_connected = self._has_connected()
-            if not self.is_connected:
-                return False
         if not self._signed:
             if not self._read(_NONCE):
                 return False
@@ -338,16 +329,6 @@ class Attempt:
             return False
         if not compare_digest(self._received, _proof(self._token, _LISTENS, self._signed)):
             raise OSError("who listens there does not know the token of that rank")
-        return True
-
-    def _has_connected(self) -> bool:
-        poll = select.poll()
-        poll.register(self.sock, select.POLLOUT)
-        if not poll.poll(0):
-            return False
-        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
         return True
 
     def _read(self, count: int) -> bool:

@@ -372,8 +372,8 @@ class TcpWire:
         for link in self.connections.values():
             if link.polled:
                 self._poll.register(link.fd, link.polled)
-        for fd, attempt in self._attempts.items():
-            self._poll.register(fd, attempt.wanted)
+        for fd in self._attempts:
+            self._poll.register(fd, select.POLLIN)
         while self._failure is None and self._has_unsent():
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -696,7 +696,7 @@ class TcpWire:
                 self._on_failed_attempt(peer, error)
             return
         self._attempts[attempt.sock.fileno()] = attempt
-        self._poll.register(attempt.sock, attempt.wanted)
+        self._poll.register(attempt.sock, select.POLLIN)
 
     def _on_failed_attempt(self, peer: int, error: OSError) -> None:
         """Have another one made later if that may help; else the peer is lost."""
@@ -764,8 +764,6 @@ class TcpWire:
         if is_through:
             self._forget_attempt(fd)
             self._on_connected(attempt.peer, attempt.sock)
-        else:
-            self._poll.modify(fd, attempt.wanted)
 
     def _forget_attempt(self, fd: int) -> None:
         self._poll.unregister(fd)
@@ -796,7 +794,7 @@ class TcpWire:
 
     def _has_reached(self, peer: int) -> bool:
         """Whether an attempt has reached a peer, which may take it from now on."""
-        return any(each.peer == peer and each.is_connected for each in self._attempts.values())
+        return any(each.peer == peer and each.has_said_hello for each in self._attempts.values())
 
     def _on_connected(self, peer: int, sock: socket.socket) -> None:
         """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
