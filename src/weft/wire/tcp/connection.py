@@ -352,7 +352,7 @@ class Connection:
             else:
                 for send in self._outgoing:
                     send.done = True
-                self._outgoing.clear()
+                self._outgoing = []
 
     def ring(self) -> None:
         """Wake the peer up, if it sleeps; `flush` does it."""
