@@ -69,10 +69,9 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from ...base.memory import fault_of, fresh, memory_of, tensor_of
+from ...base.memory import fault_of, memory_of, shelf_of_process, tensor_of
 from ...rendezvous.address import NO_SIGNAL
 from . import shm
 
@@ -216,11 +215,17 @@ class _Arrived:
         self.lent = lent
         self.data: bytearray | memoryview | None = None
         if not number:
-            # a false length costs nothing: pages of `fresh` that are not touched are free
-            large = length > EAGER
-            self.data = memory_of(fresh((length,), torch.uint8)) if large else bytearray(length)
+            self.data = _memory_for(length)
         self.whole = number > 0
         self.receive: Receive | None = None
+
+
+def _memory_for(length: int) -> bytearray | memoryview:
+    """Memory for a message that nobody has given any: large ones have pages that were used before.
+
+    A false length costs nothing, since pages that are not touched are free.
+    """
+    return shelf_of_process().take(length) if length > EAGER else bytearray(length)
 
 
 class Connection:
@@ -588,7 +593,7 @@ class Connection:
                 receive.set_view(view, lambda: self.was_read(number, length, awaited=False))
             else:
                 if memory is None:
-                    memory = receive.tensor = fresh((length,), torch.uint8)
+                    memory = receive.tensor = tensor_of(_memory_for(length))
                 ctypes.memmove(memory.data_ptr(), segment.address + offset, length)
                 self.was_read(number, length, awaited=message.lent)
         receive.done = True
