@@ -193,6 +193,10 @@ NO_ROWS = values(
     weft.Rows(torch.tensor([1, 0]), torch.ones(2, 2), Raises()),  # type: ignore[arg-type]
     (torch.ones((), dtype=torch.int64).expand(1 << 46), too_large(2)),
 )
+NO_SIZES = values(
+    *(3, "abc", None, [2], [2, 2, -2], [2, 2, "a"], [2, 1, 3], Raises()),
+    torch.full((RANKS,), 2.0),
+)
 NO_OP = values("bogus", 3, "max", in_the_middle, Raises())
 NO_INPUT = values("abc", Raises(), None, torch.ones(2).to_sparse(), torch.ones(RANKS).double())
 FITTING = [*NO_INPUT, *values(torch.ones(2, 3), torch.ones(()))]
@@ -355,6 +359,31 @@ CALLS: dict[str, Call] = {
             ),
             "async_op": NO_TRUTH,
             "wire_dtype": NO_DTYPE,
+        },
+    ),
+    "all_gather_v": Call(
+        weft.all_gather_v,
+        lambda: {"tensor": torch.ones(2, 3), "sizes": [2] * RANKS},
+        {
+            "tensor": [
+                *NO_TENSOR,
+                *values(torch.ones(()), torch.ones(1, 3), torch.ones(2, 4)),
+                *values(torch.ones(2, 3).double(), one().to_sparse(), too_large(2)),
+            ],
+            "sizes": NO_SIZES,
+        },
+    ),
+    "reduce_scatter_v": Call(
+        weft.reduce_scatter_v,
+        lambda: {"tensor": torch.ones(2 * RANKS, 3), "sizes": [2] * RANKS},
+        {
+            "tensor": [
+                *NO_TENSOR,
+                *values(torch.ones(()), torch.ones(2, 3), torch.ones(2 * RANKS, 4)),
+                *values(torch.ones(2 * RANKS, 3).double(), one().to_sparse()),
+            ],
+            "sizes": NO_SIZES,
+            "op": values("bogus", 3, "max", Raises()),
         },
     ),
     "remote_rows": Call(

@@ -24,6 +24,7 @@ if _typing.TYPE_CHECKING:
     from .comm.gradients import sync_grads
     from .comm.parameters import sync_params
     from .comm.remote_rows import RemoteRows, remote_rows
+    from .comm.uneven import all_gather_v, reduce_scatter_v
     from .ddp.sync import sync_sparsified
     from .group.group import Group
     from .group.worker import Work
@@ -52,6 +53,7 @@ __all__ = [
     "WeftError",
     "WireError",
     "Work",
+    "all_gather_v",
     "all_reduce",
     "all_to_all",
     "attempt",
@@ -65,6 +67,7 @@ __all__ = [
     "kernels",
     "nn",
     "on_call",
+    "reduce_scatter_v",
     "remote_rows",
     "schedules",
     "shutdown",
@@ -95,6 +98,7 @@ _HOMES = {
     "Work": "group.worker",
     **dict.fromkeys(("all_reduce", "all_to_all", "attempt", "barrier", "exchange"), "comm"),
     **dict.fromkeys(("RemoteRows", "remote_rows"), "comm"),
+    **dict.fromkeys(("all_gather_v", "reduce_scatter_v"), "comm"),
     "clip_grad_norm_": "comm",
     **dict.fromkeys(("sync_grads", "sync_params"), "comm"),
 }

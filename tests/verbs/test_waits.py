@@ -32,7 +32,6 @@ _BYTES = "of messages, which are of the CPU"
 _NUMBERS = "of NumPy's, or numbers of Python"
 _LATER = "still waits for a device"
 PLACES = {
-    "call/bundle.py:_swapped": _NUMBERS,
     "call/opening.py:Opening.mask": _BYTES,
     "call/opening.py:_heard_in_private": _BYTES,
     "comm/clip.py:clip_grad_norm_": "with error_if_nonfinite, as torch's own: the caller asked",
@@ -61,6 +60,7 @@ PLACES = {
     "sparse/request.py:Request.look": _CPU,
     "sparse/rows.py:Rows.from_coo": "asked on the CPU alone",
     "sparse/stream.py:merge_blocks": _CPU,
+    "sparse/tables.py:requests_of": "asked on the CPU alone",
     "sparse/tables.py:_split": _BYTES,
     "sparse/tables.py:_agreed_tables": _NUMBERS,
     "sparse/tables.py:_numbers_in": _NUMBERS,

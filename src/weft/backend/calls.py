@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..base import _torch
 from ..base.errors import WeftError
-from ..base.memory import memory_of, typed
 from ..base.tensors import (
     flattened,
     has_elements,
@@ -29,11 +28,10 @@ from ..base.tensors import (
     shares_elements,
     write,
 )
-from ..call.opening import opened
 from ..comm.all_reduce import reduce_in_place
 from ..comm.gradients import index_outside
 from ..comm.named import wrong_gradient
-from ..comm.staging import most_to_all, moved
+from ..comm.uneven import gather_in_place, reduce_parts
 from ..group.group import Group
 from ..kernels.ops import OPS
 from ..schedules import dense
@@ -92,17 +90,8 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
         is_there = own.data_ptr() == parts[group.rank].data_ptr()
         if not is_there and overlapping(own, place):
             own = own.clone()  # parts of others would be written before it is sent
-        goes_along = own.nbytes <= most_to_all(group)
-        told = memory_of(own) if goes_along else b""
-        opening = opened(group, "all_gather_single", fields, told)
-        if goes_along:
-            for part, theirs in zip(parts, opening.bodies(own.nbytes), strict=True):
-                memory_of(part)[:] = theirs
-        else:
-            peers = group.peers
-            moved(group, dict.fromkeys(peers, own), {peer: parts[peer] for peer in peers})
-            if not is_there:
-                parts[group.rank].copy_(own)
+        counts = [own.numel()] * group.size
+        gather_in_place(group, "all_gather_single", fields, own, place, counts)
         _put(place, whole)
         mark_overwritten([out])
         return [out]
@@ -122,40 +111,14 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
 
     def job() -> list[Tensor]:
         own = flattened(plain(whole))
-        parts = own.tensor_split(group.size)
-        result = torch.empty_like(parts[group.rank])  # `out` may lie in what is still to be sent
-        goes_along = whole.nbytes <= most_to_all(group)
-        told = memory_of(own) if goes_along else b""
-        opening = opened(group, "reduce_scatter_single", fields, told)
-        if goes_along and len(result):
-            start, stop = group.rank * result.nbytes, (group.rank + 1) * result.nbytes
-            theirs = [each[start:stop] for each in opening.bodies(whole.nbytes)]
-            terms = [torch.frombuffer(each, dtype=result.dtype) for each in theirs]
-            dense.reduce(terms, op, result)
-        if not goes_along:
-            _reduce_in_chunks(group, parts, op, result)
+        result = own.new_empty(place.numel())  # `out` may lie in what is still to be sent
+        counts = [place.numel()] * group.size
+        reduce_parts(group, "reduce_scatter_single", fields, own, counts, op, result)
         write(place, result.view(place.shape))
         mark_overwritten([out])
         return [out]
 
     return job
-
-
-def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-    """Reduce every rank's `parts[p]` on rank p, into its `out`."""
-    step = max(1, dense.SCRATCH // group.size // out.itemsize)
-    for start in range(0, len(out), step):
-        chunks = [part[start : start + step] for part in parts]
-        own = chunks[group.rank]
-        with group.lease(group.size * own.nbytes) as memory:
-            terms = list(typed(memory, (group.size, len(own)), out.dtype))
-            moved(
-                group,
-                {peer: chunks[peer] for peer in group.peers},
-                {peer: terms[peer] for peer in group.peers},
-            )
-            terms[group.rank] = own
-            dense.reduce(terms, op, out[start : start + step])
 
 
 def _elements(tensor: Tensor) -> Tensor:

@@ -12,15 +12,18 @@ from .exchange import exchange
 from .gradients import sync_grads
 from .parameters import sync_params
 from .remote_rows import RemoteRows, remote_rows
+from .uneven import all_gather_v, reduce_scatter_v
 
 __all__ = [
     "RemoteRows",
+    "all_gather_v",
     "all_reduce",
     "all_to_all",
     "attempt",
     "barrier",
     "clip_grad_norm_",
     "exchange",
+    "reduce_scatter_v",
     "remote_rows",
     "sync_grads",
     "sync_params",

@@ -1,0 +1,361 @@
+"""`all_gather_v` and `reduce_scatter_v`: tensors in parts of known sizes, which need not be equal.
+
+All ranks know the sizes, so that nobody tells them: the opening compares them. Small tensors go
+along with it. Larger parts are received in the result's memory, or reduced chunk by chunk. Of
+tensors that the wire does not carry, parts are gathered by one all-gather, padded unless they are
+too unequal for it, and reduced behind one exchange, each by the rank that gets it.
+
+Each is the other's adjoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import as_integer, shown
+from ..base.errors import WeftError, check, entry, meant, summed_up
+from ..base.memory import fresh, memory_of, typed
+from ..base.tensors import as_bytes, flattened, wrong_dims
+from ..call.attempt import preparing
+from ..call.mode import PLAIN, Mode
+from ..call.opening import Opening, opened
+from ..group import default
+from ..group.group import Group
+from ..kernels.ops import ELSEWHERE, OPS
+from ..schedules import dense
+from ..sparse.request import op_name
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.interface import Verbs
+from .differentiable import Linear, apply
+from .staging import most_to_all, moved, unsendable
+
+_SPELLED = 500  # bytes of the sizes that all ranks compare; above, a digest
+_PADDED = 2  # a padded all-gather has at most so many times the elements of all parts
+_LINEAR = ("sum", "avg")
+
+
+@entry
+def all_gather_v(tensor: Tensor, sizes: Sequence[int], group: object = None) -> Tensor:
+    """Give every rank the rows of all ranks, of which each may have another number. Differentiable.
+
+    Args:
+        tensor: `[sizes[rank], *row_shape]`, of any dtype; the row shape, the dtype and the kind of
+            device must be the same on every rank. It is not changed.
+        sizes: for each rank of the group, in rank order, how many rows it has; 0 is allowed. The
+            same on every rank: `weft.all_to_all` is for tensors whose sizes nobody knows.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
+
+    Returns:
+        A new tensor `[sum(sizes), *row_shape]`: the rows of all ranks, in rank order. If the tensor
+        of some rank requires a gradient, the results of all ranks do, and all must run backward;
+        the gradient of a row is the sum of its gradients on all ranks.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(group):
+        ...     mine = torch.full((group.rank + 1,), float(group.rank))
+        ...     return weft.all_gather_v(mine, [1, 2]).tolist()
+        >>> run(2, program)
+        [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
+    group = default.resolve(group)
+    with preparing(group, "all_gather_v"):
+        counts = _counts(sizes, group.size)
+        check(_wrong(tensor))
+        _check_rows(tensor, counts[group.rank], f"sizes[{group.rank}]")
+        gathering = Gathering(group, "all_gather_v", sizes=counts)
+    return apply(gathering, [tensor])[0]
+
+
+@entry
+def reduce_scatter_v(
+    tensor: Tensor, sizes: Sequence[int], op: Any = "sum", group: object = None
+) -> Tensor:
+    """Reduce the rows of all ranks, of which each gets a part, of its own size. Differentiable.
+
+    Args:
+        tensor: `[sum(sizes), *row_shape]`, of the same shape and dtype, and on the same kind of
+            device, on every rank. It is not changed.
+        sizes: for each rank of the group, in rank order, how many rows it gets; 0 is allowed. The
+            same on every rank.
+        op: as of `weft.all_reduce`.
+        group: None (the default group), a Group, a ProcessGroup, or a 1-D DeviceMesh.
+
+    Returns:
+        A new tensor `[sizes[rank], *row_shape]`: this rank's part, of which ranks are added in rank
+        order; half precision in float32, rounded once. If the tensor of some rank requires a
+        gradient, the results of all ranks do, and all must run backward; the gradient is that of
+        all parts (for "avg" divided by the size of the group). Ops but "sum" and "avg" have none.
+
+    Raises:
+        WeftError: some rank's arguments are wrong or differ from the others'; the same text on
+            every rank, naming the rank. The next call works.
+        WireError: a peer or a link failed; names the culprit. The group is lost.
+
+    Example:
+        >>> import torch, weft
+        >>> from weft.testing import run
+        >>> def program(group):
+        ...     return weft.reduce_scatter_v(torch.tensor([1.0, 2.0, 3.0]), [1, 2]).tolist()
+        >>> run(2, program)
+        [[2.0], [4.0, 6.0]]
+    """
+    group = default.resolve(group)
+    with preparing(group, "reduce_scatter_v"):
+        counts = _counts(sizes, group.size)
+        name = op_name(op)
+        check(_wrong(tensor) or _wrong_op(name, tensor))
+        _check_rows(tensor, sum(counts), "the sum of sizes")
+        reduction = Scattering(group, "reduce_scatter_v", sizes=counts, op=str(name))
+    return apply(reduction, [tensor])[0]
+
+
+def _counts(sizes: Sequence[int], ranks: int) -> list[int]:
+    """A caller's sizes. Raises WeftError: they are none."""
+    if isinstance(sizes, str | Mapping) or not hasattr(sizes, "__iter__"):
+        raise WeftError(f"sizes is {shown(sizes)}: pass a list with the rows of each rank")
+    counts = [as_integer(each) for each in sizes]
+    if len(counts) != ranks:
+        raise WeftError(f"sizes has {len(counts)} numbers for {ranks} ranks: pass one for each")
+    if min(counts) < 0:
+        wrong = counts.index(min(counts))
+        raise WeftError(f"sizes[{wrong}] is no number of rows: pass whole numbers, 0 or more")
+    return counts
+
+
+def _wrong(tensor: object) -> str | None:
+    """What is wrong with a caller's tensor, but for its rows, or None."""
+    if error := unsendable("tensor", tensor):
+        return error
+    assert isinstance(tensor, Tensor)  # else it was not sendable
+    if tensor.dim() == 0:
+        return "tensor has no dimension, and so no rows: pass a tensor of at least one"
+    if error := wrong_dims(tensor):
+        return f"tensor {error}"
+    return None
+
+
+def _wrong_op(op: object, tensor: Tensor) -> str | None:
+    """What is wrong with an op for a tensor, or None."""
+    if not isinstance(op, str) or op not in OPS:
+        hint = meant(op, OPS, ELSEWHERE)
+        return f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
+    if op not in _LINEAR and tensor.requires_grad and torch.is_grad_enabled():
+        return f"op {op} has no gradient here, and the tensor requires one: detach() it"
+    return dense.refuses(op, tensor.dtype)
+
+
+def _check_rows(tensor: Tensor, rows: int, what: str) -> None:
+    if len(tensor) != rows:
+        raise WeftError(f"tensor has {len(tensor)} rows, and {what} is {rows}: make them one")
+
+
+@dataclass
+class Gathering(Linear):
+    """The all-gather. Its adjoint is the reduce-scatter of sums.
+
+    Attributes:
+        sizes: how many rows each rank has.
+    """
+
+    sizes: Sequence[int] = ()
+
+    def adjoint(self, name: str) -> Scattering:
+        return Scattering(self.group, name, sizes=self.sizes)
+
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+        own = tensors[0]
+        row_shape = tuple(own.shape[1:])
+        with preparing(self.group, self.name):
+            found = fresh((sum(self.sizes), *row_shape), own.dtype, own.device)
+        fields = _compared(self.sizes, own)
+        counts = [size * math.prod(row_shape) for size in self.sizes]
+        opening = gather_in_place(
+            self.group, self.name, fields, flattened(own), flattened(found), counts, mode=mode
+        )
+        self.number = opening.number
+        return [found], opening.records
+
+
+@dataclass
+class Scattering(Linear):
+    """The reduce-scatter. The adjoint of that of sums is the all-gather.
+
+    Attributes:
+        sizes: how many rows each rank gets.
+        op: the reduction.
+    """
+
+    sizes: Sequence[int] = ()
+    op: str = "sum"
+
+    def adjoint(self, name: str) -> Gathering:
+        return Gathering(self.group, name, sizes=self.sizes)
+
+    def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        found = super().apply_adjoint(gradients)
+        return [each / self.group.size for each in found] if self.op == "avg" else found
+
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+        whole = tensors[0]
+        row_shape = tuple(whole.shape[1:])
+        with preparing(self.group, self.name):
+            found = fresh((self.sizes[self.group.rank], *row_shape), whole.dtype, whole.device)
+        fields = {"op": self.op, **_compared(self.sizes, whole)}
+        counts = [size * math.prod(row_shape) for size in self.sizes]
+        opening = reduce_parts(
+            self.group,
+            self.name,
+            fields,
+            flattened(whole),
+            counts,
+            self.op,
+            flattened(found),
+            mode=mode,
+        )
+        self.number = opening.number
+        return [found], opening.records
+
+
+def _compared(sizes: Sequence[int], tensor: Tensor) -> dict[str, object]:
+    """What ranks compare of a call."""
+    text = summed_up(str([*sizes]), _SPELLED, f"{sum(sizes)} rows")
+    return {"dtype": tensor.dtype, "sizes": text, "row shape": tuple(tensor.shape[1:])}
+
+
+def gather_in_place(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    own: Tensor,
+    place: Tensor,
+    counts: Sequence[int],
+    *,
+    mode: Mode = PLAIN,
+) -> Opening:
+    """Open a call, and fill a tensor with the parts of all ranks; collective.
+
+    Args:
+        group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
+        own: this rank's part, 1-D, contiguous; in its place already, or apart from all places.
+        place: 1-D, contiguous: the parts follow one another in rank order.
+        counts: how many elements each rank's part has.
+    """
+    with preparing(group, call):  # there may be no memory
+        verbs = verbs_of(group, own.device)
+        longest = max(counts) * own.itemsize
+        goes_along = verbs is None and longest <= most_to_all(group)
+        along = bytearray(memory_of(own) if goes_along else b"")
+    fields = {**fields, "device": carried_by(verbs)}
+    opening = opened(group, call, fields, along, mode=mode)
+    parts = torch.split(place, list(counts))
+    if not len(place):
+        return opening
+    if verbs is not None:
+        _gather_by_verbs(verbs, as_bytes(own), as_bytes(place), [part.nbytes for part in parts])
+        return opening
+    if goes_along:
+        for rank, body in enumerate(opening.read(lambda body: body)):
+            nbytes = parts[rank].nbytes
+            memory_of(parts[rank])[:] = group.decode(rank, "a part", _of_length, body, nbytes)
+        return opening
+    moved(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
+    if own.data_ptr() != parts[group.rank].data_ptr():
+        parts[group.rank].copy_(own)
+    return opening
+
+
+def _of_length(said: memoryview, nbytes: int) -> memoryview:
+    """What a rank said as it is. Raises ValueError if it is not of so many bytes."""
+    if len(said) != nbytes:
+        raise ValueError(f"{len(said)} bytes for {nbytes}")
+    return said
+
+
+def _gather_by_verbs(verbs: Verbs, own: Tensor, place: Tensor, counts: Sequence[int]) -> None:
+    """Fill a place with the bytes of all ranks, of which each has so many."""
+    longest = max(counts)
+    if longest * verbs.size > _PADDED * sum(counts):
+        mine = own.repeat(verbs.size)
+        place.copy_(verbs.exchange(mine, [len(own)] * verbs.size, counts))
+        return
+    padded = own
+    if len(own) < longest:
+        padded = own.new_empty(longest)
+        padded[: len(own)].copy_(own)
+    found = torch.split(verbs.all_gather(padded), longest)
+    torch.cat([part[:count] for part, count in zip(found, counts, strict=True)], out=place)
+
+
+def reduce_parts(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    whole: Tensor,
+    counts: Sequence[int],
+    op: str,
+    out: Tensor,
+    *,
+    mode: Mode = PLAIN,
+) -> Opening:
+    """Open a call, and reduce the part of each rank there; collective. Ranks add in their order.
+
+    Args:
+        group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
+        whole: 1-D, contiguous: the parts follow one another in rank order.
+        counts: how many elements each rank's part has.
+        op: one of `weft.kernels.OPS`, which there is for the dtype.
+        out: 1-D, contiguous: becomes this rank's part, reduced.
+    """
+    with preparing(group, call):  # there may be no memory
+        verbs = verbs_of(group, whole.device)
+        goes_along = verbs is None and whole.nbytes <= most_to_all(group)
+        along = bytearray(memory_of(whole) if goes_along else b"")
+    fields = {**fields, "device": carried_by(verbs)}
+    opening = opened(group, call, fields, along, mode=mode)
+    count = counts[group.rank]
+    if goes_along:
+        first = sum(counts[: group.rank]) * whole.itemsize
+        said = [each[first : first + out.nbytes] for each in opening.bodies(whole.nbytes)]
+        if count:
+            terms = [torch.frombuffer(each, dtype=out.dtype) for each in said]
+            dense.reduce(terms, op, out)
+    elif not len(whole):
+        return opening
+    elif verbs is not None:
+        found = verbs.exchange(whole, counts, [count] * group.size)
+        if count:
+            dense.reduce(torch.split(found, count), op, out)
+    else:
+        _reduce_in_chunks(group, torch.split(whole, list(counts)), op, out)
+    return opening
+
+
+def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """Reduce every rank's `parts[p]` on rank p, into its `out`."""
+    step = max(1, dense.SCRATCH // group.size // out.itemsize)
+    for start in range(0, max(map(len, parts)), step):
+        chunks = [part[start : start + step] for part in parts]
+        own = chunks[group.rank]
+        with group.lease(group.size * own.nbytes) as memory:
+            terms = list(typed(memory, (group.size, len(own)), out.dtype))
+            moved(
+                group,
+                {peer: chunks[peer] for peer in group.peers},
+                {peer: terms[peer] for peer in group.peers},
+            )
+            terms[group.rank] = own
+            if len(own):
+                dense.reduce(terms, op, out[start : start + step])
