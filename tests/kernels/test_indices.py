@@ -116,6 +116,24 @@ def test_an_unsorted_run_is_named():
         kernels.union(runs)
 
 
+@pytest.mark.parametrize("wrong", [[5, 7, 7], [5, 3]])
+def test_torch_operations_notice_each_unsorted_run(monkeypatch, wrong):
+    monkeypatch.setattr(jit, "loops", lambda: None)
+    with pytest.raises(ValueError, match="run 1 of 2 is not sorted"):
+        kernels.union([torch.arange(100), torch.tensor(wrong)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compile", [False, True])
+def test_whether_indices_ascend(monkeypatch, compile, dtype):
+    if not compile:
+        monkeypatch.setattr(jit, "loops", lambda: None)
+    fine = [], [0], [9], [2, 7], [*range(10)]
+    wrong = [-1], [10], [2, 2], [7, 2], [-1, 2], [2, 10], [*range(9), 7, 9]
+    assert all(kernels.ascends(torch.tensor(ids, dtype=dtype), 9) for ids in fine)
+    assert not any(kernels.ascends(torch.tensor(ids, dtype=dtype), 9) for ids in wrong)
+
+
 def test_indices_that_another_thread_changes_meanwhile_write_nowhere_else():
     memory, given = torch.full((2, 4096), -7), torch.arange(2048) * 5 % 2048
     memory[0, :2048] = given  # and sorting writes there, as that thread would

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from cases import in_case
 from weft import kernels
-from weft.base.devices import as_device
 from weft.kernels import cpu, jit, pool, reference
 from weft.kernels.ops import DTYPES, OPS, Op
 
@@ -131,12 +130,6 @@ def check_reduce(dtype, op, case):
         if kernels.reduce_some(values, distinct, op, chosen, ours.out):
             same(ours.out, everything[chosen])
         ours.check()
-        with as_device():
-            by_definition = torch.empty_like(everything)
-            kernels.reduce(values, distinct, op, by_definition)
-        if op.name in ("sum", "avg") and dtype.is_floating_point:
-            everything.add_(0.0), by_definition.add_(0.0)  # a sum of -0.0 alone is 0.0 there
-        same(everything, by_definition)
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=NAMES)
@@ -298,6 +291,17 @@ def test_a_callable_is_applied_left_to_right(seed, ids, rows):
         assert sums[3] == (got[at] @ values.new_ones(2, 2)).tolist()
 
 
+def test_a_function_is_given_what_two_runs_brought_alone():
+    """What is in the place of a row that is the first is not initialised."""
+    seen = []
+    op = Op("callable see", lambda left, right: seen.append(left) or left + right, builtin=False)
+    out = torch.full((3,), 9e9)
+    kernels.combine(out, torch.tensor([-1, ~2]).int(), torch.ones(2), op)
+    assert not seen
+    kernels.combine(out, torch.tensor([0, ~1]).int(), torch.ones(2), op)
+    assert [left.tolist() for left in seen] == [[1.0]] and out.tolist() == [2.0, 1.0, 1.0]
+
+
 # Finishing, merging.
 
 
@@ -354,3 +358,34 @@ def test_merge_is_the_ops_in_order(dtype, op):
                 for row in rows[1:]:
                     total = op.function(total, row)
                 same(got, total)
+
+
+FIRST = Op("callable first", lambda left, right: left.clone(), builtin=False)
+SEVERAL = [], [4], [1, 3, 9], [9, 1, 3], [5] * 37, [2, 2, 7, 7, 7, 8], [*range(0, 99, 7)] * 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [*PAIRS, *((d, FIRST) for d in DTYPES)], ids=[*NAMES, *map(str, DTYPES)]
+)
+def test_torch_operations_merge_what_machine_code_merges(monkeypatch, dtype, op):
+    runs = [torch.tensor(ids, dtype=torch.int64) for ids in SEVERAL]
+    draws = torch.Generator().manual_seed(1)
+
+    def merged(values):
+        parts = []
+        for run, rows in zip(runs, values, strict=True):
+            found = kernels.distinct(run)
+            parts.append((found.indices, kernels.reduce(rows.to(dtype), found, op)))
+        return kernels.merge(parts, op)
+
+    for row_shape in ((), (2, 5), (0,)):
+        with in_case(row_shape):
+            values = [
+                torch.randint(-4, 5, (len(i), *row_shape), generator=draws) / -3.0 for i in runs
+            ]
+            expected = merged(values)
+            with monkeypatch.context() as patch:
+                patch.setattr(jit, "loops", lambda: None)
+                found = merged(values)
+            assert torch.equal(found[0], expected[0])
+            same(found[1], expected[1])

@@ -1,13 +1,12 @@
 """Kernels: local arithmetic on rows. They never communicate.
 
 Each function here picks an implementation by device and dtype: `cpu` (machine code) for built-in
-operations on tensors on the host (`devices`), of the kinds in `cpu`; else `reference`
-(torch operations, any device), which is the definition: the two agree bit for bit.
+operations on tensors on the CPU, of the kinds in `cpu`; else `reference` (torch operations), which
+is the definition: the two agree bit for bit.
 
 The vocabulary:
 
-* `distinct(indices)` sorts and finds duplicates, looking at the indices alone; `survey` also says
-  what other ranks are told of them.
+* `distinct(indices)` sorts and finds duplicates, looking at the indices alone.
 * `reduce(values, distinct, op)` then sums the values of each distinct index, in input order, in
   the accumulation type, rounded once to the dtype of `out`.
 * `union(runs)` merges several sorted, duplicate-free index lists. For each run it gives *slots*:
@@ -25,8 +24,8 @@ The vocabulary:
 `shares`, `pick` and the index codes are machine code alone. Where a rank has none (`is_compiled`),
 no rank calls them: the opening of a call tells.
 
-On an accelerator the host waits only in `read`. `survey` and `union` read once, whatever they are
-asked, and so do `distinct` and `ascends`; what comes after these does not.
+Tensors on an accelerator are reduced and finished without a wait of the host's, if `Distinct.most`
+is known; indices are sorted and united on the CPU.
 
 Which of them serves on the host is decided once in a process, at `weft.init` or by the first call
 (`jit`): machine code, or torch operations for all of it, where Numba is missing or fails, or where
@@ -43,7 +42,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.devices import on_host
 from . import cpu, jit, reference
 from .codec import IndexCode as IndexCode
 from .codec import decode as decode
@@ -54,10 +52,8 @@ from .cpu import Shares as Shares
 from .ops import OPS as OPS
 from .ops import Op
 from .reference import Distinct as Distinct
-from .reference import Survey as Survey
 from .reference import Union as Union
 from .reference import read as read
-from .reference import there as there
 
 
 def prepare() -> None:
@@ -75,11 +71,6 @@ def describe() -> str:
     return f"{jit.describe()}; {torch.get_num_threads()} threads"
 
 
-def _code(tensor: Tensor) -> jit.Loops | None:
-    """The machine code, if there is some and the tensor is on the host."""
-    return jit.loops() if on_host(tensor) else None
-
-
 def distinct(indices: Tensor) -> Distinct:
     """Sort indices and find the duplicates among them.
 
@@ -91,28 +82,9 @@ def distinct(indices: Tensor) -> Distinct:
         Distinct(indices=tensor([2, 7]), order=tensor([1, 0, 2]), starts=tensor([0, 1, 3]), most=0)
     """
     indices = indices.contiguous()
-    if not on_host(indices):
-        return survey([indices], 0)[0].distinct
-    code = _code(indices)
+    code = jit.loops() if indices.is_cpu else None
     found = None if code is None else cpu.distinct(code, indices)
     return reference.distinct(indices) if found is None else found
-
-
-def survey(tables: Sequence[Tensor], points: int) -> list[Survey]:
-    """Find what is distinct among the indices of some tables, and all that other ranks are told.
-
-    For tables on an accelerator: one `read` for all of them.
-
-    Args:
-        tables: at least one; each 1-D, int32 or int64, in any order; all on one device.
-        points: how many quantiles to tell at most.
-
-    Example:
-        >>> (one,) = survey([torch.tensor([7, 2, 7])], 4)
-        >>> one.distinct.indices, one.distinct.most, one.lowest, one.highest, one.points
-        (tensor([2, 7]), 2, 2, 7, [2, 7])
-    """
-    return reference.survey([indices.contiguous() for indices in tables], points)
 
 
 def ascends(indices: Tensor, last: int) -> bool:
@@ -128,7 +100,7 @@ def ascends(indices: Tensor, last: int) -> bool:
     """
     if not indices.numel():
         return True
-    code = _code(indices)
+    code = jit.loops()
     if code is None:
         return reference.ascends(indices, last)
     return cpu.ascends(code, indices, last)
@@ -169,7 +141,7 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor | None = None
     total = out
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # for which there is no loop
         total = torch.empty_like(out, dtype=values.dtype)
-    code = None if is_unique else _code(values)
+    code = jit.loops() if values.is_cpu and not is_unique else None
     if code is None or not cpu.reduce(code, values, distinct, op, total):
         reference.reduce(values.detach(), distinct, op, total)
     if total is not out:
@@ -206,7 +178,7 @@ def reduce_some(values: Tensor, distinct: Distinct, op: Op, rows: Tensor, out: T
     _check_shape(out, rows, values)
     if distinct.order is None and distinct.starts is None:
         return False
-    code = _code(values)
+    code = jit.loops()
     return code is not None and cpu.reduce(code, values, distinct, op, out, rows)
 
 
@@ -214,7 +186,7 @@ def _check_count(values: Tensor, distinct: Distinct) -> None:
     count, order, starts = values.shape[0], distinct.order, distinct.starts
     given = distinct.indices.numel() if order is None else order.numel()
     if starts is not None and order is None:
-        given = int(starts[-1]) if on_host(starts) else count
+        given = int(starts[-1]) if starts.is_cpu else count
     if count != given:
         raise ValueError(f"there are {given} indices and {count} rows: give one row for each")
 
@@ -225,17 +197,14 @@ def _check_shape(out: Tensor, indices: Tensor, values: Tensor) -> None:
         raise ValueError(f"out is {tuple(out.shape)}, the result {shape}: make them equal")
 
 
-def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None = None) -> Union:
+def union(runs: Sequence[Tensor]) -> Union:
     """Unite several runs of indices.
 
     Args:
         runs: at least one; each 1-D, sorted and unique, maybe empty; all int32 or all int64.
-        below: on an accelerator, also tell how many indices of the union are below each of these.
-        highest: on an accelerator, no index may be above this, or negative; None: any may.
 
     Raises:
-        ValueError: a run is not sorted and unique (on the host this is not always noticed); or on
-            an accelerator an index is negative or above `highest`.
+        ValueError: a run is not sorted and unique; this is not always noticed.
 
     Example:
         >>> found = union([torch.tensor([2, 5]), torch.tensor([1, 5])])
@@ -245,11 +214,9 @@ def union(runs: Sequence[Tensor], below: Sequence[int] = (), highest: int | None
         [tensor([-2, -3], dtype=torch.int32), tensor([-1,  2], dtype=torch.int32)]
     """
     runs = [run.contiguous() for run in runs]
-    code = _code(runs[0])
+    code = jit.loops() if runs[0].is_cpu else None
     found = None if code is None else cpu.union(code, runs)
-    if found is None:
-        return reference.union(runs, below, highest)
-    return found
+    return reference.union(runs) if found is None else found
 
 
 def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -> None:
@@ -304,7 +271,7 @@ def combine_runs(
                 f"{tuple(out.shape)} do not fit together: give a slot for each row, and rows of "
                 f"one shape and of {dtype}"
             )
-    code = _code(out)
+    code = jit.loops() if out.is_cpu else None
     if code is None or not cpu.combine(code, out, slots, values, op, base):
         for slot, rows in zip(slots, values, strict=True):
             if rows.numel():
@@ -344,7 +311,7 @@ def merge(runs: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor
         >>> merge([a, b], OPS["sum"])
         (tensor([1, 2, 5]), tensor([ 4.,  1., 10.]))
     """
-    indices, slots, _ = union([run for run, _ in runs])
+    indices, slots = union([run for run, _ in runs])
     first = runs[0][1]
     total = first.new_empty((len(indices), *first.shape[1:]), dtype=op.accumulator(first.dtype))
     combine_runs(total, slots, [values for _, values in runs], op)

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import pool
 from .jit import Loops
 from .ops import Op
-from .reference import Distinct, Union, name_unsorted
+from .reference import Distinct, Union, check_sorted
 
 KINDS = {
     torch.float32: "f32",
@@ -119,12 +119,15 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     total = sum(lengths)
     if total >= 2**31:
         return None
-    slots = list(torch.split(torch.empty(total, dtype=torch.int32), lengths))
+    memory = torch.empty(total, dtype=torch.int32)
+    slots = list(memory.split_with_sizes(lengths))
     if total == 0:
         return Union(runs[0].new_empty(0), slots)
     found, table = array("q", bytes(16)), array("q")
-    for run, length, slot in zip(runs, lengths, slots, strict=True):
-        table.extend((run.data_ptr(), length, slot.data_ptr()))
+    slots_at = memory.data_ptr()
+    for run, length in zip(runs, lengths, strict=True):
+        table.extend((run.data_ptr(), length, slots_at))
+        slots_at += 4 * length
     kind = KINDS[runs[0].dtype]
     code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found
@@ -135,7 +138,8 @@ def union(code: Loops, runs: Sequence[Tensor]) -> Union | None:
     given = table.buffer_info()[0], len(runs), low, words, bits.data_ptr()
     united = code[f"mark.{kind}"](*given)
     if united < 0:
-        name_unsorted(runs)
+        check_sorted(runs)
+        raise ValueError("indices changed while they were being united: wait for their writer")
     indices = runs[0].new_empty(united)
     code[f"place.{kind}"](*given, ranks.data_ptr(), indices.data_ptr(), united)
     return Union(indices, slots)
