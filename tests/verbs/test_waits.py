@@ -56,7 +56,6 @@ PLACES = {
     "sparse/header.py:_last": _CPU,
     "sparse/owners.py:_equal_cuts": _NUMBERS,
     "sparse/owners.py:slices_between": _CPU,
-    "sparse/owners.py:_parts": _CPU,
     "sparse/request.py:Request.look": _CPU,
     "sparse/rows.py:Rows.from_coo": "asked on the CPU alone",
     "sparse/stream.py:merge_blocks": _CPU,

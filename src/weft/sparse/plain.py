@@ -329,8 +329,9 @@ def _united(call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
 
         def combine(table: Tensor, front: int, out: Tensor) -> None:
             buffers = table.view(ranks, front + capacity, *table.shape[1:])
-            for buffer, slots in zip(buffers, union.slots, strict=True):
-                kernels.combine(out, slots, buffer[front : front + len(slots)], op)
+            ends = [front + count for count in call.counts]
+            rows = [each[front:end] for each, end in zip(buffers, ends, strict=True)]
+            kernels.combine_runs(out, union.slots, rows, op)
 
         return union.indices, combine
 

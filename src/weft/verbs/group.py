@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import new_process_group, store_of
-from ..base.memory import bytes_of
+from ..base.memory import bytes_of, fresh
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
 
@@ -77,7 +77,7 @@ class GroupVerbs:
 
     def all_gather(self, mine: Tensor) -> Tensor:
         own = bytes_of(mine)
-        found = own.new_empty(self.size * own.numel())
+        found = fresh((self.size * own.numel(),), torch.uint8, mine.device)
         counts = [own.numel()] * self.size
         self._count(counts)
         self._run("all_gather", lambda group: _all_gather(found, own, group))
@@ -87,7 +87,7 @@ class GroupVerbs:
         # as bytes, since no backend takes all dtypes
         to, of = ([count * mine.itemsize for count in counts] for counts in (goes, comes))
         sent = self._in_order_of_numbers(bytes_of(mine), to)
-        found = sent.new_empty(sum(of))
+        found = fresh((sum(of),), torch.uint8, mine.device)
         outgoing, incoming = ([each[rank] for rank in self._by_number] for each in (to, of))
         self._count(to)
         self._run(

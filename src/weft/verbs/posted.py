@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.memory import bytes_of
+from ..base.memory import bytes_of, fresh
 from ..group.channels import VERBS
 from ..group.group import Group
 from .group import read
@@ -31,13 +31,13 @@ class PostedVerbs:
         self._group = group
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        found = mine.new_empty(self.size * mine.numel())
+        found = fresh((self.size * mine.numel(),), mine.dtype, mine.device)
         own = bytes_of(mine)
         self._post([own] * self.size, torch.split(bytes_of(found), [own.numel()] * self.size))
         return found
 
     def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
-        found = mine.new_empty(sum(comes))
+        found = fresh((sum(comes),), mine.dtype, mine.device)
         outgoing, incoming = ([count * mine.itemsize for count in each] for each in (goes, comes))
         self._post(torch.split(bytes_of(mine), outgoing), torch.split(bytes_of(found), incoming))
         return found
