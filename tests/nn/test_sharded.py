@@ -21,6 +21,7 @@ from torch.nn.utils.prune import random_unstructured
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.nn.sharded import lookup
 from weft.nn.sharded import tables as sharded_tables
 from weft.testing import processes, run, spmd
 
@@ -80,34 +81,44 @@ def used(table, rank, given):
     return output.detach(), given[2].grad if len(given) > 2 else torch.zeros(0)
 
 
+@pytest.fixture(params=["kernels", "operations"])
+def arithmetic(request, monkeypatch):
+    """What sorts and adds: the kernels, or the operations of torch's that serve on a device."""
+    if request.param == "operations":
+        monkeypatch.setattr(lookup, "has_kernels", lambda tensor: False)
+
+
+def check(group, case, sizes):
+    """A lookup and its gradients, against a whole table on every rank."""
+    kind, options, inputs = CASES[case]
+    height = sum(sizes)
+    whole = drawn(0, height, DIM)
+    table = KINDS[kind].from_pretrained(whole, freeze=False, **options)
+    found = used(table, group.rank, inputs(group.rank, height))
+    alone = kind.from_pretrained(whole.clone(), freeze=False, **options)
+    outputs = [used(alone, rank, inputs(rank, height)) for rank in range(group.size)]
+    torch.testing.assert_close(found, outputs[group.rank])
+    grad = table.weight.grad
+    assert (grad._indices()[0].diff() > 0).all()
+    own = slice(table.first, table.first + len(table.weight))
+    torch.testing.assert_close(grad.to_dense(), alone.weight.grad[own] / group.size)
+    assert torch.equal(table.to_dense(), alone.weight)
+    assert len(table.weight) == sizes[group.rank]
+
+
 @pytest.mark.parametrize(
     ("on", "sizes"),
-    [
-        ("threads", [10]),
-        ("threads", [5, 4]),
-        ("threads", [3, 3, 3, 0]),
-        ("verbs", [4, 4, 2]),
-    ],
+    [("threads", [10]), ("threads", [5, 4]), ("threads", [3, 3, 3, 0]), ("verbs", [4, 4, 2])],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_it_gives_what_a_replicated_table_gives(case, sizes, on):
-    kind, options, inputs = CASES[case]
-    ranks, height = len(sizes), sum(sizes)
-    whole = drawn(0, height, DIM)
+def test_it_gives_what_a_replicated_table_gives(case, sizes, on, arithmetic):
+    run(len(sizes), check, case, sizes, on=on)
 
-    def program(group):
-        table = KINDS[kind].from_pretrained(whole, freeze=False, **options)
-        found = used(table, group.rank, inputs(group.rank, height))
-        assert (table.weight.grad._indices()[0].diff() > 0).all()
-        return *found, table.weight.grad.to_dense(), table.weight.detach(), table.to_dense()
 
-    found = run(ranks, program, on=on)
-    alone = kind.from_pretrained(whole.clone(), freeze=False, **options)
-    for rank, each in enumerate(found):
-        torch.testing.assert_close(each[:2], used(alone, rank, inputs(rank, height)))
-    torch.testing.assert_close(torch.cat([each[2] for each in found]), alone.weight.grad / ranks)
-    assert all(torch.equal(each[4], alone.weight) for each in found)
-    assert [len(each[3]) for each in found] == sizes
+@spmd(3, on=("gloo",))
+def test_it_does_so_over_gloo(group):
+    for case in CASES:
+        check(group, case, [4, 4, 2])
 
 
 OPTIMIZERS = {
@@ -340,16 +351,16 @@ def test_clipping_tables_of_two_groups_tells_both_what_is_wrong():
 
 
 @pytest.mark.parametrize("on", ["threads", "verbs"])
-def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch):
+def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, arithmetic, monkeypatch):
     sent = []  # numbers that rank 0 sends, by exchange
-    real = sharded_tables.apply
+    real = lookup.apply
 
     def spy(scatter, tensors):
         if scatter.group.rank == 0:
             sent.append([each.numel() for each in tensors])
         return real(scatter, tensors)
 
-    monkeypatch.setattr(sharded_tables, "apply", spy)
+    monkeypatch.setattr(lookup, "apply", spy)
     ids, offsets = torch.tensor([[8, 1, 1], [8, 8, 0]]), torch.tensor([0, 2])
 
     def program(group):
@@ -373,8 +384,32 @@ def test_many_tables_take_the_exchanges_of_one_and_each_row_once(on, monkeypatch
     assert grads[1].sum() == 10
 
 
+@pytest.mark.parametrize(("count", "reads"), [(1, (1, 1)), (3, (2, 1))])
+def test_how_often_the_host_waits_for_a_device(count, reads, monkeypatch):
+    """Forward, for how many rows are wanted; backward, for how many rows a gradient has."""
+    waits = []
+
+    def counted(group, numbers):
+        waits.append(group.rank)
+        return numbers.tolist()
+
+    for module in (lookup, sharded_tables):
+        monkeypatch.setattr(module, "read", counted)
+    monkeypatch.setattr(lookup, "has_kernels", lambda tensor: False)
+
+    def program(group):
+        tables = [weft.nn.ShardedEmbedding(6, DIM, padding_idx=2) for _ in range(count)]
+        rows = weft.nn.sharded_lookup(tables, [torch.tensor([[1, 4], [2, 1]])] * count)
+        forward = waits.count(group.rank)
+        sum(rows).sum().backward()
+        return forward, waits.count(group.rank) - forward
+
+    assert run(2, program, on="verbs") == [reads, reads]
+
+
+@pytest.mark.parametrize("on", ["threads", "verbs"])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_table_that_no_rank_used_has_no_gradient(sparse):
+def test_a_table_that_no_rank_used_has_no_gradient(sparse, on, arithmetic):
     """As with plain tables, whose optimizers then leave them alone, momentum or not."""
 
     def program(group):
@@ -383,7 +418,7 @@ def test_a_table_that_no_rank_used_has_no_gradient(sparse):
         rows[0 if group.rank else 1].sum().backward()
         return [table.weight.grad is not None for table in tables]
 
-    assert run(3, program) == [[True, True, False]] * 3
+    assert run(3, program, on=on) == [[True, True, False]] * 3
 
 
 def test_ranks_that_look_up_tables_of_one_size_in_another_order_are_told_so():
@@ -420,8 +455,9 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("on", ["threads", "verbs"])
 @pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
+def test_a_wrong_input_of_one_rank_is_an_error_on_all(text, on, arithmetic):
     def program(group):
         table = weft.nn.ShardedEmbeddingBag(10, DIM, mode="sum")
         right = (torch.tensor([[4]]),)
@@ -430,7 +466,7 @@ def test_a_wrong_input_of_one_rank_is_an_error_on_all(text):
         assert torch.equal(table(*right)[0], table.to_dense()[4])
         return str(caught.value)
 
-    first, *others = run(3, program)
+    first, *others = run(3, program, on=on)
     assert first.startswith("rank 1: ") and others == [first] * 2
 
 
@@ -438,7 +474,7 @@ def test_rows_of_no_numbers():
     def program(group):
         table = weft.nn.ShardedEmbedding(10, 0)
         wrong = weft.nn.ShardedEmbedding(10, 0, max_norm=1.0, norm_type=float("inf"))
-        with pytest.raises(weft.WeftError, match="rank 0: table 1: RuntimeError"):  # torch's
+        with pytest.raises(weft.WeftError, match="rank 0: RuntimeError"):  # torch's
             weft.nn.sharded_lookup([table, wrong], [torch.tensor([3] * group.rank).long()] * 2)
         table(torch.tensor([[4, group.rank]])).sum().backward()
         return table(torch.tensor([[4, 1]])).shape, table.weight.grad.shape

@@ -30,7 +30,6 @@ REDUCING = {*FLAGS, "amin", "amax", "argmin", "argmax", "sum", "prod", "count_no
 _CPU = "of the wire, which carries tensors of the CPU"
 _BYTES = "of messages, which are of the CPU"
 _NUMBERS = "of NumPy's, or numbers of Python"
-_LATER = "still waits for a device"
 PLACES = {
     "call/opening.py:Opening.mask": _BYTES,
     "call/opening.py:_heard_in_private": _BYTES,
@@ -44,9 +43,6 @@ PLACES = {
     "nn/partition.py:Partition.from_mesh": "a mesh, which is of the CPU",
     "nn/partition.py:Partition.to_mesh": _NUMBERS,
     "nn/partition.py:Partition.keep": _NUMBERS,
-    "nn/sharded/tables.py:ShardedTable._padding": _LATER,
-    "nn/sharded/tables.py:_Apart.backward": _LATER,
-    "nn/sharded/tables.py:_questions": _LATER,
     "sparse/algorithms/doubling.py:_Message.__init__": _CPU,
     "sparse/algorithms/holders.py:_Sums.start": _CPU,
     "sparse/codec.py:pack": _CPU,

@@ -294,5 +294,5 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def there(numbers: Sequence[int], like: Tensor) -> Tensor:
     """Numbers in the dtype and on the device of a tensor, for which the host does not wait."""
-    made = torch.tensor(numbers, dtype=like.dtype, pin_memory=not like.is_cpu)
+    made = torch.tensor(numbers, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
     return made.to(like.device, non_blocking=True)

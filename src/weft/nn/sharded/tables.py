@@ -20,6 +20,7 @@ bag that they hold and send these partial sums (a reduce-scatter); here they sen
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -29,18 +30,14 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ... import kernels
 from ...base._torch import profiled
 from ...base.arguments import in_words
-from ...base.devices import on_host
-from ...base.errors import WeftError, entry, summed_up
-from ...base.tensors import plain
+from ...base.errors import WeftError, entry
 from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
@@ -48,21 +45,18 @@ from ...comm.named import Cut, shards_by_name
 from ...comm.staging import unsendable
 from ...group import default
 from ...group.group import Group
-from ...kernels.ops import OPS
+from ...verbs.group import read
 from ..mesh import as_shard
 from ..partition import Partition
-
-_NAME = "sharded_lookup"
-_ASKING = f"{_NAME} (indices)"
-_SENDING = f"{_NAME} (rows)"
-_SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest
+from .lookup import ASKING, NAME, Search, description_of, fetched, messages_for
 
 M = TypeVar("M", bound=nn.Module)
 
 
-_Asked = tuple[Tensor, Callable[[Tensor], Tensor]]
-"""What a rank needs of one table: the indices of the rows, sorted, each once; and the function that
-computes the table's output from these rows."""
+_Asked = tuple[Tensor, Callable[[Tensor, Tensor, int | None], Tensor]]
+"""The indices that a caller gave for a table; and the function that computes the table's output
+from the rows of the distinct ones, the place among these of each given one, and that of
+`padding_idx`."""
 
 
 class ShardedTable(Cut):
@@ -72,6 +66,7 @@ class ShardedTable(Cut):
         weight: the rows of this rank, `[rows of this rank, embedding_dim]`.
         first: the index, in the whole table, of this rank's first row; `num_embeddings` on a rank
             without rows.
+        bounds: for each rank the index of its first row; and `num_embeddings`.
     """
 
     _kind: Any  # the class of torch that this one stands for
@@ -84,9 +79,9 @@ class ShardedTable(Cut):
     sparse: bool
     average: bool
     first: int
+    bounds: list[int]
     _ranks: Partition  # which copies of the table share, and pickle finds again by name
     _number: int  # among the tables that its group has made: so ranks know which one is meant
-    _bounds: list[int]
     _rank: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -122,9 +117,9 @@ class ShardedTable(Cut):
         self._ranks = Partition(group.size, group=handle)
         total = self.num_embeddings
         height = -(-total // group.size)
-        self._bounds = [min(rank * height, total) for rank in range(group.size + 1)]
+        self.bounds = [min(rank * height, total) for rank in range(group.size + 1)]
         self._rank = group.rank
-        self.first, end = self._bounds[group.rank : group.rank + 2]
+        self.first, end = self.bounds[group.rank : group.rank + 2]
         whole = table.weight
         self.weight = nn.Parameter(whole.detach()[self.first : end].clone(), whole.requires_grad)
         self._ddp_params_and_buffers_to_ignore = _marks(["weight"])
@@ -289,7 +284,7 @@ class ShardedTable(Cut):
         group = self._group()
         with preparing(group, "to_dense"):
             own = self._checked_weight(group).detach()
-            scatter = Scatter(group, "to_dense", fields={"tables": _described([self])})
+            scatter = Scatter(group, "to_dense", fields={"tables": description_of([self])})
         return torch.cat(apply(scatter, [own] * group.size))
 
     def _checked_weight(self, group: Group) -> Tensor:
@@ -318,13 +313,13 @@ class ShardedTable(Cut):
 
         The table may come from another rank, by way of a file; and anybody may set the weight.
         """
-        size = len(self._bounds) - 1
+        size = len(self.bounds) - 1
         if (self._rank, size) != (group.rank, group.size):
             return (
                 f"the table is that of rank {self._rank} of {size}, and not of rank {group.rank} "
                 f"of {group.size}: make one here, and load its rows from a checkpoint"
             )
-        height = self._bounds[self._rank + 1] - self.first
+        height = self.bounds[self._rank + 1] - self.first
         if rows is self._parameters.get("weight"):
             name = "the weight"
             shape = height, self.embedding_dim
@@ -336,19 +331,15 @@ class ShardedTable(Cut):
             return f"{name} has shape {given}: it must have {shape}, this rank's rows"
         return None
 
-    def _distinct(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct indices that a caller gave, sorted; and for each given one its place there.
+    def search(self, given: Tensor) -> Search:
+        """Sort the indices that a caller gave, and find where those of each rank begin; and, behind
+        these, where `padding_idx` is, if there is one.
 
         Raises:
-            WeftError: an index is not of this table, or the input cannot be sent.
-            RuntimeError: torch cannot take the norm of a row.
+            WeftError: the input cannot be sent, or is none of indices.
         """
         if error := unsendable("the input", given):
             raise WeftError(error)
-        if self.max_norm is not None:  # what torch refuses must be known before ranks meet
-            row = self.weight.new_zeros(1, self.embedding_dim)
-            first = torch.zeros(1, dtype=torch.int64, device=row.device)
-            torch.embedding_renorm_(row, first, self.max_norm, self.norm_type)
         if given.dtype not in (torch.int32, torch.int64):
             raise WeftError(f"the input is {given.dtype}: indices must be int32 or int64")
         if given.device != self.weight.device:
@@ -356,33 +347,36 @@ class ShardedTable(Cut):
             raise WeftError(f"{both}: move one")
         if self.num_embeddings > torch.iinfo(given.dtype).max:  # the bounds of ranks need more
             given = given.long()
-        found, order, starts, _ = kernels.distinct(plain(given).reshape(-1))
-        if count := found.numel():
-            low, high = kernels.read(torch.stack([found[0], found[count - 1]]).long())
-            wrong = low if low < 0 else high
-            total = self.num_embeddings
-            if not 0 <= wrong < total:
-                raise WeftError(
-                    f"index {wrong} is outside of a table of {total} rows: pass 0 to {total - 1}"
-                )
-        place = torch.arange(count, device=given.device, dtype=given.dtype)
-        if starts is not None:
-            place = place.repeat_interleave(starts.diff(), output_size=given.numel())
-        if order is not None:
-            place = torch.empty_like(place).scatter_(0, order, place)
-        return found, place.view(given.shape)
+        padding = () if self.padding_idx is None else (self.padding_idx, self.padding_idx + 1)
+        return Search.of(given, [*self.bounds, *padding])
 
-    def _padding(self, indices: Tensor) -> int | None:
-        """The place of `padding_idx` in sorted indices, or None if it is not among them."""
-        if self.padding_idx is None:
-            return None
-        own = indices.new_tensor([self.padding_idx, self.padding_idx + 1])
-        begin, end = kernels.read(torch.searchsorted(indices, own))
-        return begin if end > begin else None
+    def cuts_in(self, numbers: Sequence[int]) -> tuple[Sequence[int], int | None]:
+        """Where in what `search` found the rows of each rank begin, and the last rank's end; and
+        the place of `padding_idx`, if it is there.
+
+        Args:
+            numbers: of that search, as the host has read them.
+
+        Raises:
+            WeftError: an index is not of this table.
+        """
+        cuts, padding = numbers[-len(self.bounds) :], None
+        if self.padding_idx is not None:
+            *numbers, begin, end = numbers
+            cuts = numbers[-len(self.bounds) :]
+            padding = begin if end > begin else None
+        ends = numbers[: -len(cuts)]
+        total = self.num_embeddings
+        wrong = next((end for end in ends if not 0 <= end < total), None)
+        if wrong is not None:
+            raise WeftError(
+                f"index {wrong} is outside of a table of {total} rows: pass 0 to {total - 1}"
+            )
+        return cuts, padding
 
     @property
-    def _what(self) -> str:
-        """A description of what must be equal on all ranks."""
+    def description(self) -> str:
+        """What must be equal on all ranks, in words."""
         kind = "averaged" if self.average else "summed"
         most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
         size = f"{self.num_embeddings} x {self.embedding_dim}"
@@ -454,14 +448,11 @@ class ShardedEmbedding(ShardedTable):
         return sharded_lookup([self], [input])[0]
 
     def _asked(self, input: Tensor) -> _Asked:
-        indices, place = self._distinct(input)
-        padding = self._padding(indices)
-
-        def output(rows: Tensor) -> Tensor:
+        def output(rows: Tensor, place: Tensor, padding: int | None) -> Tensor:
             scales = self.scale_grad_by_freq
             return functional.embedding(place, _some(rows), padding, scale_grad_by_freq=scales)
 
-        return indices, output
+        return input, output
 
     extra_repr = nn.Embedding.extra_repr
 
@@ -520,28 +511,19 @@ class ShardedEmbeddingBag(ShardedTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> _Asked:
-        indices, place = self._distinct(input)
-        padding = self._padding(indices)
-
-        def output(rows: Tensor, weights: Tensor | None = per_sample_weights) -> Tensor:
+        def output(rows: Tensor, place: Tensor, padding: int | None) -> Tensor:
             return functional.embedding_bag(
                 place,
                 _some(rows),
                 offsets,
                 scale_grad_by_freq=self.scale_grad_by_freq,
                 mode=self.mode,
-                per_sample_weights=weights,
+                per_sample_weights=per_sample_weights,
                 include_last_offset=self.include_last_offset,
                 padding_idx=padding,
             )
 
-        # on rows of one number: what torch refuses must be known before ranks exchange anything
-        try:
-            weights = None if per_sample_weights is None else per_sample_weights.detach()
-            output(self.weight.new_zeros(max(1, len(indices)), 1), weights)
-        except Exception as error:
-            raise WeftError(f"{type(error).__name__}: {error}") from error
-        return indices, output
+        return input, output
 
     extra_repr = nn.EmbeddingBag.extra_repr
 
@@ -602,40 +584,68 @@ def sharded_lookup(
         if not isinstance(each, ShardedTable):
             raise WeftError(f"tables has a {type(each).__name__}: {remedy}")
     group = tables[0]._group()
-    weight = tables[0]._parameters.get("weight")
+    line = _line_of(group, tables[0])
+    with profiled(NAME):
+        with preparing(line, ASKING):
+            _check(tables, inputs, group)
+            wanted, counts, outputs = _asked_of(line, tables, inputs)
+            messages = messages_for(tables, wanted, counts)
+        rows = fetched(line, tables, counts, messages)
+    return [output(found) for output, found in zip(outputs, rows, strict=True)]
+
+
+def _line_of(group: Group, table: ShardedTable) -> Group:
+    """The group on which a table is looked up: that of the wire has a line of calls for it."""
+    weight = table._parameters.get("weight")
     # that a weight is gone, or has no elements, the others have to hear on the line
-    takes_line = weight is None or weight.is_meta or on_host(weight)
-    over = group.line if takes_line else group
-    with profiled(_NAME):
-        with preparing(over, _ASKING):
-            asked = _asked_of(tables, inputs, group)
-            wanted = [indices for indices, _ in asked]
-            messages, counts = _questions(over, tables, wanted)
-        rows = _fetched(over, tables, wanted, messages, counts)
-    return [output(found) for (_, output), found in zip(asked, rows, strict=True)]
+    takes_line = weight is None or weight.is_meta or weight.is_cpu
+    return group.line if takes_line and not group.session.is_by_group else group
 
 
 def _asked_of(
-    tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group
-) -> list[_Asked]:
-    """What a caller wants of each table.
+    group: Group, tables: Sequence[ShardedTable], inputs: Sequence[object]
+) -> tuple[list[Tensor], list[list[int]], list[Callable[[Tensor], Tensor]]]:
+    """The indices of the rows that a caller wants of each table, ascending; how many of them are
+    on each rank; and what computes its output of these rows. The host waits for a device once.
 
     Raises:
         WeftError: something is wrong with it; of several tables it says with which.
     """
-    _check(tables, inputs, group)
-    asked: list[_Asked] = []
+    asked: list[tuple[ShardedTable, Search, Callable[..., Tensor]]] = []
     for number, (table, given) in enumerate(zip(tables, inputs, strict=True)):
         arguments = given if isinstance(given, tuple) else (given,)
-        one: Any = table
-        try:
+        kind: Any = table
+        with _about_table(number, tables):
             table._checked_weight(group)
-            asked.append(one._asked(*arguments))
-        except Exception as wrong:  # such as the TypeError of a call with an argument too many
-            said = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)
-            place = f"table {number}: " if len(tables) > 1 else ""
-            raise WeftError(place + said) from wrong
-    return asked
+            indices, output = kind._asked(*arguments)
+            asked.append((table, table.search(indices), output))
+    numbers = iter(read(group, torch.cat([search.numbers for _, search, _ in asked])))
+    wanted = []
+    counts = []
+    outputs: list[Callable[[Tensor], Tensor]] = []
+    for number, (table, search, output) in enumerate(asked):
+        with _about_table(number, tables):
+            cuts, padding = table.cuts_in([*itertools.islice(numbers, len(search.numbers))])
+            compute = functools.partial(output, place=search.place, padding=padding)
+            if isinstance(table, ShardedEmbeddingBag):
+                # of one number a row: what torch refuses must be known before ranks exchange any
+                with torch.no_grad():
+                    compute(table.weight.new_zeros(cuts[-1], 1))
+        wanted.append(search.found[: cuts[-1]])
+        counts.append([end - start for start, end in itertools.pairwise(cuts)])
+        outputs.append(compute)
+    return wanted, counts, outputs
+
+
+@contextlib.contextmanager
+def _about_table(number: int, tables: Sequence[ShardedTable]) -> Iterator[None]:
+    """A block about one of some tables: of several, what it raises says which."""
+    try:
+        yield
+    except Exception as wrong:  # such as the TypeError of a call with an argument too many
+        said = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)
+        place = f"table {number}: " if len(tables) > 1 else ""
+        raise WeftError(place + said) from wrong
 
 
 def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group) -> None:
@@ -648,187 +658,6 @@ def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Grou
         raise WeftError(f"there are tables of {' and '.join(kinds)}: ask those of one kind at once")
     if any(each._group() is not group for each in tables):
         raise WeftError("the tables are cut over several groups: ask those of one group at once")
-
-
-def _described(tables: Sequence[ShardedTable]) -> str:
-    """A description of tables, which the ranks compare when a call opens."""
-    text = "; ".join(table._what for table in tables)
-    return summed_up(text, _SPELLED, f"{len(tables)} tables, the first {tables[0]._what}")
-
-
-def _fetched(
-    group: Group,
-    tables: Sequence[ShardedTable],
-    wanted: Sequence[Tensor],
-    messages: Sequence[Tensor],
-    counts: Sequence[Sequence[int]],
-) -> list[Tensor]:
-    """The rows of each table that this rank needs, `[u, embedding_dim]`. Collective.
-
-    It takes two exchanges: of indices, and of rows. A message holds the parts of all tables, one
-    after the other.
-    """
-    fields: dict[str, object] = {"tables": _described(tables)}
-    heard = apply(Scatter(group, _ASKING, fields=fields), messages)
-    # how many rows each rank needs of each table that are here, by rank and table
-    heads = kernels.read(torch.cat([each[: len(tables)] for each in heard]).long())
-    runs = []
-    for rank, message in enumerate(heard):
-        sizes = heads[rank * len(tables) : (rank + 1) * len(tables)]
-        runs.append(list(torch.split(message[len(tables) :], sizes)))
-    with preparing(group, _SENDING):  # they may not fit in memory
-        parts = _Owned.apply(tables, runs, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
-    came = apply(Scatter(group, _SENDING, fields=fields), cast(list[Tensor], parts))
-    widths = [table.embedding_dim for table in tables]
-    pieces = [_by_table(each, some, widths) for each, some in zip(came, counts, strict=True)]
-    found = []
-    for number, (width, indices) in enumerate(zip(widths, wanted, strict=True)):
-        rows = torch.cat([each[number] for each in pieces])
-        found.append(rows.view(len(indices), width))
-    return found
-
-
-def _together(pieces: Sequence[Tensor]) -> Tensor:
-    """A message of rows of some tables, flat, each table's in one piece.
-
-    Where there are several tables, it begins with a number for each of them, for `_Apart`.
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([pieces[0].new_zeros(len(pieces)), *pieces])
-
-
-def _by_table(message: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Sequence[Tensor]:
-    """The rows of each table in a message, flat, given how many there are, and how wide."""
-    lengths = [count * width for count, width in zip(counts, widths, strict=True)]
-    if len(lengths) == 1:
-        return [message]
-    pieces: Sequence[Tensor] = _Apart.apply(message, lengths)  # type: ignore[no-untyped-call]  # torch's
-    return pieces
-
-
-class _Apart(torch.autograd.Function):
-    """Takes a message of `_together` apart.
-
-    In the message that backward sends, the numbers tell of which tables this rank has gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, message: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.lengths, ctx.like = lengths, message.new_empty(0)
-        return torch.split(message[len(lengths) :], lengths)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        told = ctx.like.new_tensor([each is not None for each in gradients])
-        each_length = zip(gradients, ctx.lengths, strict=True)
-        rows = [ctx.like.new_zeros(length) if own is None else own for own, length in each_length]
-        return torch.cat([told, *rows]), None
-
-
-def _questions(
-    group: Group, tables: Sequence[ShardedTable], wanted: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[int]]]:
-    """The message to each rank, and the counts in it as integers on the host.
-
-    A message has, for each table, how many of the rank's rows are needed; then their indices, each
-    counted from the rank's first row.
-    """
-    ends = [
-        torch.searchsorted(indices, indices.new_tensor(table._bounds))
-        for table, indices in zip(tables, wanted, strict=True)
-    ]
-    flat = kernels.read(torch.cat(ends))  # one wait for a device
-    width = group.size + 1
-    # where each rank's indices begin, and the last rank's end, by table
-    cuts = [flat[at : at + width] for at in range(0, len(flat), width)]
-    counts = [[each[rank + 1] - each[rank] for each in cuts] for rank in range(group.size)]
-    is_tall = max(table.num_embeddings for table in tables) >= 1 << 31
-    dtype = torch.int64 if is_tall else torch.int32
-    heads = torch.tensor(counts, dtype=dtype, device=tables[0].weight.device)
-    messages = []
-    for rank in range(group.size):
-        parts = [heads[rank]]
-        for table, indices, each in zip(tables, wanted, cuts, strict=True):
-            own = indices[each[rank] : each[rank + 1]] - table._bounds[rank]
-            parts.append(own.to(dtype))
-        messages.append(torch.cat(parts))
-    return messages, counts
-
-
-class _Owned(torch.autograd.Function):
-    """Takes the rows that each rank asked for out of this rank's shards.
-
-    Backward adds up the gradients that the ranks send back.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tables: Sequence[ShardedTable],
-        runs: list[list[Tensor]],
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.runs = runs
-        ctx.widths = [table.embedding_dim for table in tables]
-        # bound here: by backward the tables may have another weight, dtype, or settings
-        ctx.gradients = [
-            functools.partial(_gradient, weight.shape, weight.dtype, table.average, table.sparse)
-            for table, weight in zip(tables, weights, strict=True)
-        ]
-        for number, table in enumerate(tables):
-            if table.max_norm is not None:
-                asked = torch.cat([some[number] for some in runs])
-                own = weights[number].detach()
-                torch.embedding_renorm_(own, asked, table.max_norm, table.norm_type)
-        parts = []
-        for some in runs:
-            places = zip(weights, some, strict=True)
-            rows = [weight.index_select(0, asked).view(-1) for weight, asked in places]
-            parts.append(_together(rows))
-        return tuple(parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        count = len(ctx.gradients)
-        uses = [1]
-        if count > 1:  # the optimizer of a table that no rank has used is not to see a gradient
-            told = torch.stack([each[:count] for each in gradients])
-            uses = kernels.read((told != 0).any(0).long())
-        pieces = [
-            _by_table(each, [len(asked) for asked in some], ctx.widths)
-            for each, some in zip(gradients, ctx.runs, strict=True)
-        ]
-        found: list[Tensor | None] = []
-        for number, gradient in enumerate(ctx.gradients):
-            if not (uses[number] and ctx.needs_input_grad[2 + number]):
-                found.append(None)
-                continue
-            rows = []
-            for some, each in zip(ctx.runs, pieces, strict=True):
-                asked = some[number]
-                rows.append((asked, each[number].view(len(asked), ctx.widths[number])))
-            found.append(gradient(rows))
-        return None, None, *found
-
-
-def _gradient(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    average: bool,
-    sparse: bool,
-    runs: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """The gradient of this rank's shard: what all ranks sent, added in rank order."""
-    indices, sums = kernels.merge(runs, OPS["sum"])
-    values = torch.empty_like(sums, dtype=dtype)
-    kernels.finish(sums, values, len(runs) if average else 1)
-    flags: dict[str, Any] = {"is_coalesced": True, "check_invariants": False}
-    gradient = torch.sparse_coo_tensor(indices.long()[None], values, shape, **flags)
-    return gradient if sparse else gradient.to_dense()
 
 
 def shard_embeddings(
