@@ -103,7 +103,7 @@ _local = threading.local()
 def _workspace(words: int) -> Tensor:
     """Int64 memory for this thread until it asks again, so pages are not fresh each time."""
     kept: Tensor | None = getattr(_local, "workspace", None)
-    if kept is None or len(kept) < words:
+    if kept is None or kept.numel() < words:
         kept = torch.empty(words, dtype=torch.int64)
         if words <= _KEPT:
             _local.workspace = kept
@@ -291,7 +291,7 @@ def reduce(
         return False
     values, stride = _rows(values, width)
     given = values.data_ptr(), stride
-    order_at, last, size = order.data_ptr(), order.numel(), width * out.element_size()
+    order_at, last, size = order.data_ptr(), order.numel(), width * out.itemsize
     out_at = out.data_ptr()
 
     def take(first: int, stop: int) -> None:
@@ -333,7 +333,7 @@ def combine(
     def bring(slots: Tensor, values: Tensor) -> None:
         slots = slots.contiguous()
         values, stride = _rows(values, width)
-        count, slots_at, values_at = slots.numel(), slots.data_ptr(), values.data_ptr()
+        count, slots_at, values_at = values.shape[0], slots.data_ptr(), values.data_ptr()
 
         def part(first: int, stop: int) -> int:
             some = slots_at + 4 * first, values_at + stride * first, stride, stop - first
@@ -354,9 +354,13 @@ def combine(
 
 def _rows(values: Tensor, width: int) -> tuple[Tensor, int]:
     """The values with rows that are contiguous each, and bytes from row to row."""
-    if values.is_neg() or not (values.is_contiguous() or _rows_are_contiguous(values)):
-        values = values.resolve_neg().contiguous()
-    stride = values.stride(0) if values.shape[0] > 1 else width
+    values = values.resolve_neg()
+    stride = width
+    if not values.is_contiguous():
+        if _rows_are_contiguous(values):
+            stride = values.stride(0)
+        else:
+            values = values.contiguous()
     return values, stride * values.itemsize
 
 
