@@ -104,7 +104,7 @@ class Statement(NamedTuple):
             RuntimeError: it is longer than a statement may be.
         """
         rank, number, fields, error, body, _, *rest = self
-        own = len(body)
+        own = body.nbytes
         more = sum(map(len, private))
         if own + more > BODY:
             raise RuntimeError(f"a statement of {own + more} bytes")

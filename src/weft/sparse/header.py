@@ -83,11 +83,13 @@ class Header(NamedTuple):
             values: rows' values: the header then carries the rows themselves.
         """
         count = indices.numel()
-        top = _last(indices) if highest is None else highest
-        header = cls(count, top, rate, int(kernels.is_compiled()))
-        if values is not None:
-            return header._replace(rows=Rows(indices, values))
-        return header.with_points(indices) if highest is None else header
+        top = highest
+        if top is None:
+            top = int(indices[-1]) if count else -1
+        rows = None if values is None else Rows(indices, values)
+        header = cls(count, top, rate, int(kernels.is_compiled()), rows=rows)
+        has_points = rows is None and highest is None
+        return header.with_points(indices) if has_points else header
 
     def with_points(self, indices: Tensor) -> Header:
         """This header of one rank, with points instead of rows."""
@@ -223,8 +225,8 @@ def _rows_in(
         ValueError: there are not so many.
     """
     start = _FIXED.size + -(-count * index.itemsize // _GRAIN) * _GRAIN  # of the values
-    if start + count * math.prod(row_shape) * dtype.itemsize != len(body):
-        raise ValueError(f"{count} rows in {len(body)} bytes")
+    if start + count * math.prod(row_shape) * dtype.itemsize != body.nbytes:
+        raise ValueError(f"{count} rows in {body.nbytes} bytes")
     memory = torch.frombuffer(body, dtype=torch.uint8)
     indices = memory[_FIXED.size : _FIXED.size + count * index.itemsize].view(index)
     return Rows(indices, memory[start:].view(dtype).view(count, *row_shape))
@@ -250,8 +252,3 @@ def _evenly(count: int, parts: int) -> Longs:
 def _between(ends: Longs) -> Longs:
     """What lies from each number to the next."""
     return ends[1:] - ends[:-1]
-
-
-def _last(indices: Tensor) -> int:
-    """The largest of sorted indices, -1 if there are none."""
-    return int(indices[-1]) if indices.numel() else -1
