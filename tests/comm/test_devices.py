@@ -11,9 +11,10 @@ import torch
 
 import weft
 from weft.base.tensors import as_bytes
-from weft.comm import staging
 from weft.comm.named import description
 from weft.testing import run, spmd
+from weft.verbs import carrier
+from weft.verbs import group as of_groups
 from weft.verbs.carrier import verbs_of
 
 CPU = torch.device("cpu")
@@ -43,6 +44,13 @@ def gradients(rows):
     weft.clip_grad_norm_(model, 1e-3)
 
 
+def tables(rows):
+    """Sparse gradients, whose sums go by verbs as those of `sparse_all_reduce`."""
+    model = torch.nn.Embedding(4 * rows, 2, sparse=True, dtype=torch.float64)
+    (model(torch.arange(rows)).sum() * VALUE).backward()
+    weft.sync_grads(model)
+
+
 def fetched(group, rows):
     indices = torch.arange(group.size * rows)
     plan = weft.remote_rows(indices, rows)
@@ -59,6 +67,7 @@ CALLS = {
     "remote_rows": fetched,
     "sync_params": lambda group, rows: weft.sync_params(module(rows)),
     "sync_grads": lambda group, rows: gradients(rows),
+    "tables": lambda group, rows: tables(rows),
 }
 
 VERBS = {  # backward too
@@ -69,6 +78,7 @@ VERBS = {  # backward too
     "remote_rows": {"exchange": 4},
     "sync_params": {"broadcast": 1},
     "sync_grads": {"all_reduce": 1},
+    "tables": {"all_gather": 1},
 }
 
 
@@ -155,7 +165,17 @@ def test_a_manifest_says_what_is_on_an_accelerator():
 
 @spmd(2, on=("verbs",))
 def test_the_capture_of_a_graph_is_refused(group, monkeypatch):
-    monkeypatch.setattr(staging, "is_capturing", lambda device: True)
+    monkeypatch.setattr(carrier, "is_capturing", lambda device: True)
     for name in CALLS:
         with pytest.raises(weft.WeftError, match="CUDA graph"):
             CALLS[name](group, 4)
+
+
+@spmd(2, on=("threads",))
+def test_nothing_is_read_while_a_graph_is_recorded(group, monkeypatch):
+    """Which is an error of the arguments, and leaves the group as it is."""
+    monkeypatch.setattr(of_groups, "is_capturing", lambda device: group.rank >= 0)
+    with pytest.raises(weft.WeftError, match="rank 0: the stream records a CUDA graph"):
+        weft.exchange(torch.ones(1, 2), [torch.tensor([0])] * 2)
+    monkeypatch.undo()
+    weft.barrier()

@@ -10,7 +10,6 @@ different orders raise an error, instead of mixing up gradients of the same size
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.devices import Aside
 from ..base.errors import WeftError, entry
 from ..base.tensors import has_elements, lacking, plain
 from ..call.attempt import preparing
@@ -97,45 +95,33 @@ def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]
     return list(recorded)
 
 
-class Differentiable(Aside[Any]):
-    """A collective as a job; autograd records it where the result is asked for.
+def make(
+    call: preparing,
+    collective: Linear,
+    tensors: Sequence[Tensor],
+    finish: Callable[[list[Tensor]], Any],
+) -> None:
+    """Make a call of a collective, which may be asynchronous.
 
-    The result is as differentiable as that of a call that is waited for at once.
+    Its result is as differentiable as that of `apply`: autograd records it where it is asked for.
+
+    Args:
+        call: whose arguments these are.
+        collective, tensors: as for `apply`.
+        finish: makes the caller's result of the collective's; differentiable.
     """
 
-    def __init__(
-        self,
-        collective: Linear,
-        tensors: Sequence[Tensor],
-        finish: Callable[[list[Tensor]], Any],
-    ) -> None:
-        """
-        Args:
-            collective, tensors: as for `apply`.
-            finish: makes the caller's result of the collective's; differentiable.
-        """
-        super().__init__(collective.group.streams, tensors[0].device, _job(collective, tensors))
-        self._collective = collective
-        self._tensors = tensors
-        self._finish_of = finish
-        self._lock = threading.Lock()
-        self._is_finished = False
-        self._result: Any = None  # the caller's result: every wait returns the same
+    def finished(found: tuple[list[Tensor], bool]) -> Any:
+        results, is_recorded = found
+        # whoever waits may be in another mode; that of the call decides
+        with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
+            if is_recorded:
+                results = _record(collective, tensors, results)
+            return finish(results)
 
-    def joined(self, result: Any) -> Any:
-        with self._lock:
-            self._join(result)
-            results, is_recorded = result
-            if not self._is_finished:
-                # whoever waits may be in another mode; that of the call decides
-                with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-                    if is_recorded:
-                        results = _record(self._collective, self._tensors, results)
-                    self._result = self._finish_of(results)
-                self._is_finished = True
-                if self.accelerators:  # who asks next waits for this stream, too
-                    self._behind.record(torch.accelerator.current_stream(self._device))
-            return self._result
+    call.job = _job(collective, tensors)
+    call.device = tensors[0].device
+    call.finish = finished
 
 
 class _Node(torch.autograd.Function):

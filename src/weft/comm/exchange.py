@@ -21,7 +21,7 @@ from ..group.group import Group
 from ..sparse.request import travelling, wrong_wire_dtype
 from ..verbs.group import read
 from .all_to_all import Scatter
-from .differentiable import Differentiable
+from .differentiable import make
 from .staging import unsendable
 
 _NAME = "exchange"
@@ -89,21 +89,23 @@ def exchange(
         chosen = [nothing if some is None else some for some in to]
         counts = [some.numel() for some in chosen]
         picks = torch.cat(chosen)
-        call.job = rows_sent(Scatter(group, _NAME), rows, picks, counts, wire_dtype)
+        send_rows(call, Scatter(group, _NAME), rows, picks, counts, wire_dtype)
     return call.start()
 
 
-def rows_sent(
+def send_rows(
+    call: preparing,
     scatter: Scatter,
     rows: Tensor,
     picks: Tensor,
     counts: Sequence[int],
     wire_dtype: torch.dtype | None,
     finish: Callable[[list[Tensor]], Any] = list,
-) -> Differentiable:
-    """What sends rows to each rank and receives theirs.
+) -> None:
+    """Make a call that sends rows to each rank and receives theirs.
 
     Args:
+        call: whose arguments these are.
         scatter: the collective.
         rows: `[n, *row_shape]`.
         picks: indices into `rows` of those that go out, in the order of the ranks that get them.
@@ -117,9 +119,7 @@ def rows_sent(
     # rounded after they are picked, so that gradients are widened before they are added
     sent = rows.index_select(0, picks).to(travelling(dtype, wire_dtype))
     parts = torch.split(sent, list(counts))
-    return Differentiable(
-        scatter, parts, lambda received: finish([part.to(dtype) for part in received])
-    )
+    make(call, scatter, parts, lambda received: finish([part.to(dtype) for part in received]))
 
 
 def _first(rows: Tensor) -> Tensor:

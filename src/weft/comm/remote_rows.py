@@ -26,7 +26,7 @@ from ..sparse.request import outside, wrong_wire_dtype
 from ..verbs.group import read
 from .all_to_all import Scatter
 from .differentiable import apply
-from .exchange import rows_sent, wrong_rows
+from .exchange import send_rows, wrong_rows
 from .staging import unsendable
 
 _NAME = "remote_rows"
@@ -171,7 +171,8 @@ class RemoteRows:
         with preparing(group, "fetch") as call:
             call.is_async = truth("async_op", async_op)
             check(self._wrong(rows) or wrong_wire_dtype(wire_dtype, rows.dtype))
-            call.job = rows_sent(
+            send_rows(
+                call,
                 Scatter(group, "fetch"),
                 rows,
                 self._picks,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..base.devices import is_capturing
 from ..base.tensors import has_elements, lacking, serves
 from ..call.statement import room
 from ..group.channels import TENSORS
@@ -19,11 +18,6 @@ ALONG = 128 << 10
 
 _TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _TO_OTHERS = 8 << 10  # bytes of a tensor that all need, some of them on other hosts
-
-_IN_A_GRAPH = (
-    "the stream records a CUDA graph, and ranks speak to each other on the host: call weft outside "
-    "of the graph"
-)
 
 _WITH_TANGENT = (
     "has a tangent of forward-mode differentiation, which would be lost: pass "
@@ -44,8 +38,6 @@ def unsendable(name: str, tensor: object) -> str | None:
 
 def unfollowed(name: str, tensor: Tensor) -> str | None:
     """What goes on around a call with this tensor, called `name`, that it would lose, or None."""
-    if is_capturing(tensor.device):
-        return _IN_A_GRAPH
     if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]  # torch's
         return f"{name} {_WITH_TANGENT}"
     return None

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import new_process_group, store_of
+from ..base.devices import IN_A_GRAPH, is_capturing
+from ..base.errors import WeftError
 from ..base.memory import bytes_of, fresh
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
@@ -242,8 +244,11 @@ def read(group: Group, numbers: Tensor, name: str = "") -> list[int]:
         name: of who carries tensors of that device, for an error.
 
     Raises:
+        WeftError: the stream records a CUDA graph, in which nothing can be read.
         WireError: the group is broken; then what the stream computed may be garbage.
     """
+    if is_capturing(numbers.device):
+        raise WeftError(IN_A_GRAPH)
     if numbers.is_cpu:
         found: list[int] = numbers.tolist()
         return found
