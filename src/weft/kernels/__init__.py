@@ -53,7 +53,6 @@ from .ops import OPS as OPS
 from .ops import Op
 from .reference import Distinct as Distinct
 from .reference import Union as Union
-from .reference import read as read
 
 
 def prepare() -> None:

@@ -52,16 +52,6 @@ class Union(NamedTuple):
     slots: list[Tensor]
 
 
-def read(numbers: Tensor) -> list[int]:
-    """Integers of a device, on the host: one copy, for which the host waits.
-
-    Args:
-        numbers: int64, 1-D.
-    """
-    found: list[int] = numbers.tolist()
-    return found
-
-
 def distinct(indices: Tensor) -> Distinct:
     """See `weft.kernels.distinct`."""
     if bool((indices[1:] > indices[:-1]).all()):
