@@ -12,7 +12,7 @@ import weft
 from cases import in_case
 from weft.base.memory import fresh
 from weft.base.tensors import as_bytes
-from weft.comm.staging import moved
+from weft.comm.staging import move
 from weft.testing import spmd
 
 EVERYWHERE = ("threads", "verbs", "processes", "gloo")
@@ -274,7 +274,7 @@ class Posting:
 def test_what_goes_to_several_peers_is_one_tensor_for_the_wire():
     """Which then copies it once."""
     group, given = Posting(), torch.ones(9)
-    moved(group, {1: given, 2: given}, {})
+    move(group, {1: given, 2: given}, {})
     (_, first), (_, second) = group.sends
     assert first is second is given
 

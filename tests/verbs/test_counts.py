@@ -7,6 +7,7 @@ An operation makes or changes a tensor; views cost a device nothing.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,12 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.bootstrap.outcome import results
+from weft.comm import uneven
+from weft.schedules import dense
 from weft.sparse import plain, tables
 from weft.sparse.request import Request
 from weft.testing import threads
 from weft.testing.threads import on_groups
 from weft.verbs import group as verbs_group
 from weft.verbs import posted
+
+all_to_all = sys.modules["weft.comm.all_to_all"]  # of which the packages have the function
+remote_rows = sys.modules["weft.comm.remote_rows"]
 
 META = torch.device("meta")
 RANKS = (2, 8, 64)
@@ -61,6 +67,11 @@ class MetaVerbs:
     def all_gather(self, mine):
         self.asked["collectives"] += 1
         return torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=META)
+
+    def exchange(self, mine, goes, comes):
+        self.asked["collectives"] += 1
+        assert sum(goes) == mine.numel()
+        return torch.empty(sum(comes), dtype=mine.dtype, device=META)
 
     def reduces(self, op, dtype):
         return self._reduces
@@ -145,3 +156,66 @@ def test_the_host_waits_for_a_list_twice_more_than_for_a_table(monkeypatch, othe
     outcomes = on_groups(threads.group(3, 60.0, wire="group"), body)
     assert all(len(found) == 9 + others for found in results(outcomes, "threads"))
     assert len(seen) == 3 * (2 + 2 + 2 * others)
+
+
+# Routines of dense tensors. What only gives memory another shape asks a device for nothing.
+_OF_MEMORY = ("aten.new_empty.default", "aten.empty.memory_format", "aten.set_")
+
+
+def routine(size, body):
+    """How many operations and collectives a routine's part by verbs takes, among so many ranks."""
+    verbs = MetaVerbs(size, True, [])
+    with Counted() as operations:
+        body(verbs)
+    launched = [n for name, n in operations.asked.items() if not name.startswith(_OF_MEMORY)]
+    return sum(launched), verbs.asked["collectives"]
+
+
+def on_meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+ROUTINES = {
+    "all_to_all": (1, lambda v: all_to_all._exchanged(v, [on_meta(3)] * v.size, [(3,)] * v.size)),
+    "sum": (0, lambda v: dense.by_verbs(v, on_meta(9), "sum")),
+    "sum of halves": (2, lambda v: dense.by_verbs(v, on_meta(9, dtype=torch.half), "sum")),
+    "sum of complex": (0, lambda v: dense.by_verbs(v, on_meta(9, dtype=torch.cfloat), "sum")),
+    "max": (9, lambda v: dense.by_verbs(v, on_meta(9), "max")),
+    "all_gather_v": (
+        2,
+        lambda v: uneven._gather_by_verbs(v, on_meta(2), on_meta(2 * v.size + 1), gathered(v)),
+    ),
+}
+
+
+def gathered(verbs):
+    return [3] + [2] * (verbs.size - 1)
+
+
+@pytest.mark.parametrize("name", ROUTINES)
+def test_a_routine_is_one_collective_and_few_operations(name):
+    most, body = ROUTINES[name]
+    found = {routine(size, body) for size in RANKS}
+    ((operations, collectives),) = found
+    assert collectives == 1 and operations <= most, operations
+
+
+def test_a_plan_of_remote_rows_is_one_read(monkeypatch):
+    asked = []
+
+    def answered(group, numbers):
+        asked.append(numbers.numel())
+        return [*range(0, 4 * (len(bounds)), 4), 4 * len(bounds), 0, 9]
+
+    monkeypatch.setattr(remote_rows, "read", answered)
+    monkeypatch.setattr(remote_rows, "there", lambda numbers, like: on_meta(len(numbers)))
+    found = set()
+    for size in RANKS:
+        bounds = [*range(0, 10 * size + 1, 10)]
+        with Counted() as operations:
+            rows, cuts = remote_rows._remote(SimpleNamespace(rank=0), on_meta(50).long(), bounds)
+        assert len(rows) == 4 * len(bounds) and len(cuts) == len(bounds)
+        found.add(operations.asked.total())
+    assert len(asked) == len(RANKS)
+    (operations,) = found
+    assert operations <= 24, operations

@@ -34,7 +34,7 @@ PLACES = {
     "call/opening.py:Opening.mask": _BYTES,
     "call/opening.py:_heard_in_private": _BYTES,
     "comm/clip.py:clip_grad_norm_": "with error_if_nonfinite, as torch's own: the caller asked",
-    "comm/named.py:_read": _BYTES,
+    "comm/named.py:_manifest_in": _BYTES,
     "ddp/largest.py:largest_entries": "where tensors are on the CPU; else `largest_by_sort`",
     "ddp/largest.py:_estimate": "for `largest_entries`",
     "ddp/sparsify.py:Picked.left": "asked on the CPU alone",

@@ -28,7 +28,7 @@ from ..group import default
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
 from .differentiable import Linear, apply
-from .staging import most_to_each, moved, unsendable
+from .staging import most_to_each, move, unsendable
 
 _NAME = "all_to_all"
 _ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
@@ -107,7 +107,7 @@ class Scatter(Linear):
         with preparing(group, self.name):  # there may be no memory
             verbs = verbs_of(group, like.device)
             eager = most_to_each(group) if verbs is None else [-1] * group.size
-            statements = [*map(_stated, tensors, eager)]
+            statements = [*map(_packed, tensors, eager)]
         statements[group.rank] = b""
         fields = {**self.fields, "dtype": like.dtype, "device": carried_by(verbs)}
         private = [[each] for each in statements]
@@ -117,7 +117,7 @@ class Scatter(Linear):
         along: dict[int, Tensor] = {}
         for peer in group.peers:
             said = opening.private[peer]
-            shapes[peer], came = group.decode(peer, "a tensor", _read, said, like.dtype)
+            shapes[peer], came = group.decode(peer, "a tensor", _unpacked, said, like.dtype)
             if came is not None:
                 along[peer] = came
         if verbs is not None:
@@ -128,7 +128,7 @@ class Scatter(Linear):
             results[peer].copy_(came)
         large = [peer for peer in group.peers if tensors[peer].nbytes > eager[peer]]
         outgoing = {peer: tensors[peer] for peer in large}
-        moved(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
+        move(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
         return results, opening.records
 
 
@@ -149,7 +149,7 @@ def _exchanged(verbs: Verbs, tensors: Sequence[Tensor], shapes: Sequence[Shape])
     return results
 
 
-def _stated(tensor: Tensor, eager: int) -> bytes:
+def _packed(tensor: Tensor, eager: int) -> bytes:
     """A tensor's shape, with its bytes if they are few."""
     along = tensor.nbytes <= eager
     shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
@@ -157,8 +157,8 @@ def _stated(tensor: Tensor, eager: int) -> bytes:
     return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
-def _read(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
-    """Read what `_stated` made: a shape, and the tensor, in that memory, if it came along.
+def _unpacked(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
+    """Read what `_packed` made: a shape, and the tensor, in that memory, if it came along.
 
     Raises:
         ValueError, struct.error: the bytes are invalid.

@@ -63,8 +63,8 @@ def in_buckets(
     start: Callable[[Tensor], Pending | None],
     wire_dtype: torch.dtype | None = None,
     *,
-    given: bool = True,
-    taken: bool = True,
+    reads: bool = True,
+    writes: bool = True,
 ) -> None:
     """Run a collective on tensors, in place, bucket by bucket; collective.
 
@@ -73,17 +73,17 @@ def in_buckets(
         tensors: of the same shapes and dtypes on every rank; they are written.
         start: starts the collective, given the 1-D memory of a bucket; None: it is through.
         wire_dtype: the dtype that wider floating-point numbers are rounded to.
-        given: whether the collective reads this rank's tensors.
-        taken: whether the result is copied to this rank's tensors.
+        reads: whether the collective reads this rank's tensors.
+        writes: whether the result is copied to this rank's tensors.
     """
     under_way: deque[_UnderWay] = deque()
     for bucket in _planned(tensors, wire_dtype):
         under_way.append(_UnderWay(bucket))
-        under_way[-1].start(group, start, given)
+        under_way[-1].start(group, start, reads)
         if len(under_way) == _UNDER_WAY:
-            under_way.popleft().end(taken)
+            under_way.popleft().end(writes)
     for each in under_way:
-        each.end(taken)
+        each.end(writes)
 
 
 @dataclass(slots=True)
@@ -139,15 +139,15 @@ class _UnderWay:
     def __init__(self, bucket: _Bucket) -> None:
         self._bucket = bucket
 
-    def start(self, group: Group, start: Callable[[Tensor], Pending | None], given: bool) -> None:
-        """Start the collective on the bucket, and on what is `given` in its tensors."""
+    def start(self, group: Group, start: Callable[[Tensor], Pending | None], reads: bool) -> None:
+        """Start the collective on the bucket, and on what its tensors have if it `reads` them."""
         bucket = self._bucket
         first = bucket.pieces[0]
         if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
             self._flat = first
         else:
             self._flat = self._workspace(group, first.device)
-            for place, piece in self._places() if given else ():
+            for place, piece in self._places() if reads else ():
                 place.copy_(piece)
         self._pending = start(self._flat)
 
@@ -165,14 +165,14 @@ class _UnderWay:
         pieces = self._bucket.pieces
         return zip(self._flat.split_with_sizes([*map(len, pieces)]), pieces, strict=True)
 
-    def end(self, taken: bool) -> None:
-        """Wait for the result and, if `taken`, copy it to the tensors."""
+    def end(self, writes: bool) -> None:
+        """Wait for the result and, if it `writes`, copy it to the tensors."""
         if self._pending is not None:
             self._pending.wait()
         if self._flat is not self._bucket.pieces[0]:
-            for place, piece in self._places() if taken else ():
+            for place, piece in self._places() if writes else ():
                 write(piece, place)
         if self._lease is not None:
             self._lease.release()
-        for tensor, copy in self._bucket.copies if taken else ():
+        for tensor, copy in self._bucket.copies if writes else ():
             write(tensor, copy)

@@ -231,12 +231,12 @@ def raise_difference(group: Group, name: str, manifest: Manifest) -> NoReturn:
     text = json.dumps(manifest).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts, _ = Scatter(group, f"{name} (what differs)").run([mine] * group.size, PLAIN)
-    said = [group.decode(peer, "a manifest", _read, each) for peer, each in enumerate(texts)]
+    said = [group.decode(peer, "a manifest", _manifest_in, each) for peer, each in enumerate(texts)]
     manifests = {group.rank_in_errors(rank): theirs for rank, theirs in enumerate(said)}
     raise conclusion(f"the modules differ: {_difference(manifests)}; nothing was changed")
 
 
-def _read(text: Tensor) -> Manifest:
+def _manifest_in(text: Tensor) -> Manifest:
     """Read a rank's manifest. Raises any Exception if it is invalid."""
     manifest = json.loads(bytes(text.numpy()))
     return {name: str(said) for name, said in manifest.items()}

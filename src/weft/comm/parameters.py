@@ -90,7 +90,7 @@ def _broadcast(group: Group, source: int, owners: Iterable[Tensor]) -> None:
         verbs.broadcast(memory, source)
         return None
 
-    in_buckets(group, map(as_bytes, values), start, given=here, taken=not here)
+    in_buckets(group, map(as_bytes, values), start, reads=here, writes=not here)
     if here:
         return
     for place, value in zip(places, values, strict=True):

@@ -56,7 +56,7 @@ def most_to_each(group: Group) -> list[int]:
     return [of_near if peer in group.near else ALONG for peer in range(group.size)]
 
 
-def moved(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+def move(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
     """Send tensors to peers and receive others; collective.
 
     Args:

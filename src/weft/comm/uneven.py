@@ -33,7 +33,7 @@ from ..sparse.request import op_name
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
 from .differentiable import Linear, apply
-from .staging import most_to_all, moved, unsendable
+from .staging import most_to_all, move, unsendable
 
 _SPELLED = 500  # bytes of the sizes that all ranks compare; above, a digest
 _PADDED = 2  # a padded all-gather has at most so many times the elements of all parts
@@ -271,7 +271,7 @@ def gather_in_place(
             nbytes = parts[rank].nbytes
             memory_of(parts[rank])[:] = group.decode(rank, "a part", _of_length, body, nbytes)
         return opening
-    moved(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
+    move(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
     if own.data_ptr() != parts[group.rank].data_ptr():
         parts[group.rank].copy_(own)
     return opening
@@ -351,7 +351,7 @@ def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tenso
         own = chunks[group.rank]
         with group.lease(group.size * own.nbytes) as memory:
             terms = list(typed(memory, (group.size, len(own)), out.dtype))
-            moved(
+            move(
                 group,
                 {peer: chunks[peer] for peer in group.peers},
                 {peer: terms[peer] for peer in group.peers},

@@ -211,7 +211,7 @@ class Sparsifier:
             copies = [_whole_of(picked[name], given[name]) for name in whole]
             # takes place even if no tensor is sparsified: it compares the ranks
             request = Request.of(rows, "avg", "auto", self.wire_dtype)
-        request.fields = {"tensors": description or described(tensors)} | request.fields
+        request.fields = {"tensors": description or description_of(tensors)} | request.fields
         means: Rows = reduce_one(group, request)
         reduce_dense(group, copies, "avg", self.wire_dtype)
         starts = _starts([given[name].numel() for name in in_part])
@@ -334,7 +334,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return dict(inner.named_parameters())
 
 
-def described(tensors: Mapping[str, Tensor]) -> str:
+def description_of(tensors: Mapping[str, Tensor]) -> str:
     """A description of tensors, which the ranks compare."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     what = (f"{n!r} {str(t.dtype)[6:]} {tuple(t.shape)}" for n, t in tensors.items())

@@ -17,7 +17,7 @@ from ..comm.staging import unsendable
 from ..group import default, process_group
 from ..group.group import Group
 from ..rendezvous.world import has_default
-from .sparsify import described
+from .sparsify import description_of
 from .topk import TopK
 
 _NAME = "sync_sparsified"
@@ -78,7 +78,7 @@ def sync_sparsified(tensors: Sequence[Tensor] | Mapping[str, Tensor], state: Any
         kinds: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
         for name, tensor in named.items():
             kinds.setdefault((tensor.dtype, tensor.device.type), {})[name] = tensor
-        description = described(named)
+        description = description_of(named)
 
     def job() -> None:
         for given in list(kinds.values()) or [{}]:
