@@ -90,7 +90,7 @@ def test_any_plan_is_carried_out(have, want, floats, on):
         y = carried_out(plan, x, group)
         if group.rank in plan.want.shapes:
             assert torch.equal(y, wanted)
-            assert torch.equal(assemble(plan, xs, group.rank, dtype), wanted)
+            assert torch.equal(assemble(plan, xs, group.rank, dtype, x.device), wanted)
 
     run(RANKS, program, on=on)
 
@@ -160,4 +160,4 @@ def test_halves_are_summed_in_a_wider_type(on):
 
     assert run(3, program, on=on)[2].item() == 258.0
     xs = {r: torch.tensor([v], dtype=torch.bfloat16) for r, v in enumerate(values)}
-    assert assemble(plan, xs, 2, torch.bfloat16).item() == 258.0
+    assert assemble(plan, xs, 2, torch.bfloat16, xs[0].device).item() == 258.0

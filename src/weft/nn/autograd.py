@@ -162,7 +162,7 @@ class Call:
                 rank: group.decode(rank, "a tensor", said[rank].tensor, shape, dtype)
                 for rank, shape in plan.have.shapes.items()
             }
-            y = assemble(plan, came, group.rank, dtype)
+            y = assemble(plan, came, group.rank, dtype, x.device)
         else:
             # if its own is another, the tensor has no volume, so that its own said nothing
             local = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)

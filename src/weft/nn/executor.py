@@ -115,30 +115,39 @@ def _by_an_exchange(plan: Plan, x: Tensor, ranks: Sequence[int], verbs: Verbs) -
     own = ranks[verbs.rank]
     local = plan.local(own)
     takes = [local.sends.get(peer, ()) for peer in ranks]
-    moves = {source: each for source, each in local.sources.items() if source != own}
-    puts = [[put for _, put in moves.get(peer, ())] for peer in ranks]
+    sources = [local.sources.get(peer, []) if peer != own else [] for peer in ranks]
+    puts = [[put for _, put in moves] for moves in sources]
     goes = [_volume(boxes) for boxes in takes]
     comes = [_volume(boxes) for boxes in puts]
     mine = fresh((sum(goes),), x.dtype, x.device)
     _pack(x, [take for boxes in takes for take in boxes], mine)
     messages = torch.split(verbs.exchange(mine, goes, comes), comes)
-    came: dict[int, Tensor | list[Tensor]] = {
-        peer: _split(message, boxes)
-        for peer, message, boxes in zip(ranks, messages, puts, strict=True)
-    }
+    came: dict[int, Tensor | list[Tensor]] = dict(
+        zip(ranks, map(_split, messages, puts), strict=True)
+    )
     came[own] = x
-    y = _room(local, x.dtype, x.device)
+    return assemble(plan, came, own, x.dtype, x.device)
+
+
+def assemble(
+    plan: Plan,
+    came: Mapping[int, Tensor | list[Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The result of a rank, once it has what comes from the others; nothing is sent.
+
+    Args:
+        plan: whose ranks they are.
+        came: from each rank its whole tensor, or the values of its moves.
+        rank: whose result it is.
+        dtype, device: of the tensors.
+    """
+    local = plan.local(rank)
+    y = _room(local, dtype, device)
     for source, writes in local.writes.items():
         _write(y, writes, came[source])
-    return y.to(x.dtype)
-
-
-def assemble(plan: Plan, tensors: Mapping[int, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """The result of a rank that has the tensors of all ranks already; nothing is sent."""
-    local = plan.local(rank)
-    y = _room(local, dtype, torch.device("cpu"))
-    for source, writes in local.writes.items():
-        _write(y, writes, tensors[source])
     return y.to(dtype)
 
 

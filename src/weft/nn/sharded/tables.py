@@ -332,8 +332,8 @@ class ShardedTable(Cut):
         return None
 
     def search(self, given: Tensor) -> Search:
-        """Sort the indices that a caller gave, and find where those of each rank begin; and, behind
-        these, where `padding_idx` is, if there is one.
+        """Sort the indices that a caller gave, and find where those of each rank begin and,
+        behind these, where `padding_idx` is.
 
         Raises:
             WeftError: the input cannot be sent, or is none of indices.
@@ -347,8 +347,8 @@ class ShardedTable(Cut):
             raise WeftError(f"{both}: move one")
         if self.num_embeddings > torch.iinfo(given.dtype).max:  # the bounds of ranks need more
             given = given.long()
-        padding = () if self.padding_idx is None else (self.padding_idx, self.padding_idx + 1)
-        return Search.of(given, [*self.bounds, *padding])
+        padding = -1 if self.padding_idx is None else self.padding_idx  # of which there is none
+        return Search.of(given, [*self.bounds, padding, padding + 1])
 
     def cuts_in(self, numbers: Sequence[int]) -> tuple[Sequence[int], int | None]:
         """Where in what `search` found the rows of each rank begin, and the last rank's end; and
@@ -360,19 +360,15 @@ class ShardedTable(Cut):
         Raises:
             WeftError: an index is not of this table.
         """
-        cuts, padding = numbers[-len(self.bounds) :], None
-        if self.padding_idx is not None:
-            *numbers, begin, end = numbers
-            cuts = numbers[-len(self.bounds) :]
-            padding = begin if end > begin else None
-        ends = numbers[: -len(cuts)]
+        *others, begin, end = numbers
+        cuts = others[-len(self.bounds) :]
         total = self.num_embeddings
-        wrong = next((end for end in ends if not 0 <= end < total), None)
-        if wrong is not None:
-            raise WeftError(
-                f"index {wrong} is outside of a table of {total} rows: pass 0 to {total - 1}"
-            )
-        return cuts, padding
+        for index in others[: -len(cuts)]:
+            if not 0 <= index < total:
+                raise WeftError(
+                    f"index {index} is outside of a table of {total} rows: pass 0 to {total - 1}"
+                )
+        return cuts, begin if end > begin else None
 
     @property
     def description(self) -> str:
