@@ -42,11 +42,12 @@ def drawn(group, step, *shape):
 
 
 def trained(body):
-    """In a default group, which DistributedDataParallel wants, and weft over it."""
+    """In a default group, which DistributedDataParallel wants, and weft over it, by a `wire`."""
 
     @functools.wraps(body)
     def inside(group, tmp_path, **given):
-        with in_default_group(group, tmp_path), weft.init(timeout=60):
+        wire = given.get("wire")
+        with in_default_group(group, tmp_path), weft.init(timeout=60, wire=wire):
             body(group, tmp_path, **given)
 
     return inside
@@ -364,10 +365,11 @@ def test_what_was_kept_is_sent_with_a_whole_tensor(group):
     assert torch.equal(group.size * got, sum(everywhere(group, given)))
 
 
+@pytest.mark.parametrize("wire", ["tcp", "group"])
 @pytest.mark.parametrize("density", [1, 0.1])
 @spmd(1, 2, 4, on=("processes",))
 @trained
-def test_each_parameter_is_sparsified_by_itself(group, tmp_path, density):
+def test_each_parameter_is_sparsified_by_itself(group, tmp_path, density, wire):
     """However they are packed, in steps that accumulate, too; a sparse one is not."""
     for options in OPTIONS:
         sparse = "gradient_as_bucket_view" in options
@@ -407,6 +409,7 @@ class Branches(nn.Module):
         return self.trunk(x) + self.branch(x) if both else self.trunk(x)
 
 
+@pytest.mark.parametrize("wire", ["tcp", "group"])
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -418,7 +421,9 @@ class Branches(nn.Module):
 )
 @spmd(2, on=("processes",))
 @trained
-def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(group, tmp_path, settings, is_view):
+def test_what_is_kept_of_a_parameter_that_no_rank_uses_stays(
+    group, tmp_path, settings, is_view, wire
+):
     """DistributedDataParallel throws its mean away; what one rank uses, all ranks get."""
     torch.manual_seed(0)
     state = TopK(**settings)
