@@ -23,7 +23,7 @@ from weft.wire.tcp import connection
 CULPRIT = 1
 TOP = (1 << 63) - 1
 RATES = {"plain": 19, "packed": 15}  # of links on which index lists are so
-STATEMENT, LIST, REST = range(3)  # the messages of a call, in their order
+STATEMENT, LIST = range(2)  # the messages of a call, in their order
 HEADER = 304  # the last bytes of a statement: 48, and 128 numbers of 2
 
 
@@ -43,7 +43,7 @@ MESSAGES = {  # which is changed, with what index lists, how
     "bytes beyond the message": (LIST, "plain", put(8, TOP)),
     "a negative index": (LIST, "plain", put(24, -1)),
     "repeated indices": (LIST, "plain", put(800, 7, 7)),
-    "too large an index": (REST, "plain", lambda raw: raw[-4:].fill_(0x7F)),
+    "too large an index": (LIST, "plain", lambda raw: raw[-4:].fill_(0x7F)),
     "widths of gaps": (LIST, "packed", put(24, -1)),
     "gaps": (LIST, "packed", lambda raw: raw[600:].fill_(0)),
 }

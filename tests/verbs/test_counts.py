@@ -19,10 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft.bootstrap.outcome import results
 from weft.comm import uneven
-from weft.nn.executor import execute
-from weft.nn.grid import Box, whole
-from weft.nn.plan import between
-from weft.nn.sharded import lookup
 from weft.schedules import dense
 from weft.sparse import plain, tables
 from weft.sparse.request import Request
@@ -223,58 +219,3 @@ def test_a_plan_of_remote_rows_is_one_read(monkeypatch):
     assert len(asked) == len(RANKS)
     (operations,) = found
     assert operations <= 24, operations
-
-
-def cut(size, rows=2):
-    return {rank: Box((rank * rows, 0), (rank * rows + rows, 3)) for rank in range(size)}
-
-
-def everywhere(size):
-    return dict.fromkeys(range(size), whole((2 * size, 3)))
-
-
-# sides of a plan by the number of ranks; operations of a rank, and those for each rank more
-PLANS = {
-    "an all-gather": (cut, everywhere, 2, 2),
-    "a reduce-scatter": (everywhere, cut, 2, 2),
-    "a broadcast": (
-        lambda size: {0: whole((2, 3))},
-        lambda size: dict.fromkeys(range(size), whole((2, 3))),
-        2,
-        0,
-    ),
-    "a halo": (cut, lambda size: {0: Box((0, 0), (3, 3)), 1: Box((1, 0), (4, 3))}, 6, 0),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_is_one_collective(name):
-    have, want, most, more = PLANS[name]
-    for size in RANKS:
-        verbs = MetaVerbs(size, True, [])
-        plan = between(have(size), want(size))
-        x = on_meta(*plan.have.shapes[0])
-        with Counted() as operations:
-            execute(plan, x, SimpleNamespace(rank=0, size=size), range(size), verbs)
-        assert verbs.asked == {"collectives": 1}
-        assert operations.asked.total() <= most + more * size, operations.asked
-
-
-def test_a_lookup_and_its_gradient_ask_a_device_for_as_much_whatever_the_number_of_ranks(
-    monkeypatch,
-):
-    monkeypatch.setattr(lookup, "there", lambda numbers, like: on_meta(len(numbers)))
-    found = set()
-    for size in RANKS:
-        given = on_meta(4, 5, dtype=torch.int64)
-        runs = [on_meta(7, dtype=torch.int64)] * size
-        values = [on_meta(7, 3)] * size
-        with Counted() as operations:
-            search = lookup.Search.of(given, range(size + 3))
-            assert search.numbers.numel() == 2 + size + 3
-            union = lookup._sorted(torch.cat(runs))
-            indices, sums = lookup._merged(*union, 9, values)
-            assert (indices.shape, sums.shape) == ((9,), (9, 3))
-        found.add(operations.asked.total())
-    (operations,) = found
-    assert operations <= 30, operations

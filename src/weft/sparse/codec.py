@@ -50,14 +50,6 @@ def pack(indices: Tensor, memory: Pool, *, gaps: bool) -> Lease:
     return lease
 
 
-def bytes_of(message: Tensor, most: int) -> int:
-    """Bytes of a packed list, as its beginning says. Raises ValueError where they are too many."""
-    size = int(_PREFIX.unpack_from(message.numpy().data)[1])
-    if not 0 <= size <= most:
-        raise ValueError(f"{size} bytes are said to come, of at most {most}")
-    return PREFIX + size
-
-
 def unpack(message: Tensor, dtype: torch.dtype, last: int, room: Callable[[int], Tensor]) -> Tensor:
     """The list that a peer sent: a view of the message where it was written plainly.
 

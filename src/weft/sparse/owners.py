@@ -31,10 +31,10 @@ from .canonical import CanonicalRows
 from .header import Header, Longs
 from .rows import Rows
 from .stream import (
+    IndexLists,
     Inflow,
     Source,
     chunks,
-    exchange_lists,
     merge_blocks,
     source_of,
     wait_all,
@@ -182,7 +182,7 @@ class SparseReduceScatter:
     def start(self) -> None:
         """Send each owner the list of its indices, and the first of its values."""
         lists = {peer: self._indices[self._part[peer]] for peer in self._owners}
-        self._lists = exchange_lists(self._call, lists, self._sources)
+        self._lists = IndexLists(self._call, lists, self._sources).start()
         ends = {peer: self._end_of_first(self._part[peer]) for peer in self._owners}
         self._send({peer: (self._part[peer].start, end) for peer, end in ends.items()})
         self._rest = {peer: (end, self._part[peer].stop) for peer, end in ends.items()}

@@ -1,7 +1,6 @@
 """Streams of rows between ranks: the parts that schedules are made of.
 
-* `exchange_lists`: sorted index lists whose length the receiver does not know. The first message of
-  a list has a fixed maximum and says the length; a second message has the rest, if there is any.
+* `IndexLists`: sorted index lists, whose length the receiver does not know.
   `send_list_to_all` and `in_rank_order`: the lists of all ranks, on all ranks.
 * `send_rows` and `Inflow`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
@@ -23,14 +22,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise, zip_longest
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..base.memory import typed
-from ..group.channels import LISTS, SMALL, SUMS, VALUES
+from ..group.channels import LISTS, SUMS, VALUES
 from ..group.group import Group
 from ..group.pending import Pending
 from ..wire.interface import Lease
@@ -40,9 +39,6 @@ from .rows import Rows
 from .sizes import Sizes
 
 T = TypeVar("T")
-
-HEAD = 128 << 10
-"""Bytes of the first message of an index list."""
 
 Source = Callable[[int, int], Iterable[Tensor]]
 """Given two row numbers, yields the values of a rank's rows between them, in pieces. Calls must be
@@ -67,13 +63,8 @@ def window(sizes: Sizes) -> int:
 class IndexLists:
     """Index lists, one to each of some peers, one from each of some peers: `start`, then `wait`.
 
-    Each message says its length, and may be packed (`codec`).
-
-    Attributes:
-        are_sent: whether all of this rank's are in messages that wait for no peer; once started.
+    Each is a message, which may be packed (`codec`), of whatever length it turns out to have.
     """
-
-    are_sent: bool
 
     def __init__(
         self,
@@ -81,27 +72,27 @@ class IndexLists:
         lists: Mapping[int, Tensor],
         sources: Sequence[int],
     ) -> None:
-        """See `exchange_lists`."""
+        """
+        Args:
+            call: the call this is for.
+            lists: what to send, by peer.
+            sources: the peers that send a list to this rank.
+        """
         self._call = call
         self._lists = lists
         self._sources = sources
+        self._leases: list[Lease] = []
 
     def start(self) -> Self:
-        """Post the first message of each list, and the second one of those that are longer."""
-        group = self._call.group
-        self._leases: list[Lease] = []
+        """Post all lists, those that are sent and those that come."""
         # a list that goes to several peers is packed once, and sent as one tensor
-        packed: dict[int, tuple[Tensor, Tensor]] = {}
-        for indices in self._lists.values():
-            if id(indices) not in packed:
-                message = self._packed(indices)
-                packed[id(indices)] = message[:HEAD], message[HEAD:]
-        messages = [(peer, *packed[id(indices)]) for peer, indices in self._lists.items()]
-        heads = [(peer, head) for peer, head, _ in messages]
-        self._heads = group.post(heads, [(peer, HEAD) for peer in self._sources], SMALL)
-        rests = [(peer, rest) for peer, _, rest in messages if rest.numel()]
-        self._sent = [group.post(rests, (), LISTS)] if rests else []
-        self.are_sent = not rests
+        different = {id(indices): indices for indices in self._lists.values()}
+        packed = {key: self._packed(indices) for key, indices in different.items()}
+        sends = [(peer, packed[id(indices)]) for peer, indices in self._lists.items()]
+        # no list has more bytes: `total` counts the rows of all ranks of the call, also in a step
+        most = codec.PREFIX + self._call.header.total * self._call.sizes.index
+        recvs = [(peer, most) for peer in self._sources]
+        self._pending = self._call.group.post(sends, recvs, LISTS)
         return self
 
     def _packed(self, indices: Tensor) -> Tensor:
@@ -111,65 +102,23 @@ class IndexLists:
 
     def wait(self) -> dict[int, Tensor]:
         """The lists by peer; valid until `release()`. To be called before any other wait."""
-        call = self._call
-        heads = dict(zip(self._sources, self._heads.wait(), strict=True))
-        # no list has more bytes: `total` counts the rows of all ranks of the call, also in a step
-        most = call.header.total * call.sizes.index
-        rests: dict[int, Tensor] = {}
-        for peer, head in heads.items():
-            size = self._read(peer, _size_of, head, most)
-            if size > HEAD:
-                rests[peer] = self._room(size)
-                rests[peer][:HEAD] = head
-        recvs = [(peer, whole[HEAD:]) for peer, whole in rests.items()]
-        coming = [call.group.post((), recvs, LISTS)] if recvs else []
-        lists = {}
-        for peer in sorted(heads, key=rests.__contains__):  # read some while others still come
-            if peer in rests:
-                wait_all(coming)
-            lists[peer] = self._unpacked(peer, rests.get(peer, heads[peer]))
-        return lists
+        came = zip(self._sources, self._pending.wait(), strict=True)
+        return {peer: self._unpacked(peer, message) for peer, message in came}
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
         call = self._call
-        last = call.sizes.places - 1
-        return self._read(peer, codec.unpack, message, call.wire_index, last, self._room)
-
-    def _read(self, peer: int, decode: Callable[..., T], *arguments: Any) -> T:
-        return self._call.group.decode(peer, "an index list", decode, *arguments)
+        given = message, call.wire_index, call.sizes.places - 1, self._room
+        return call.group.decode(peer, "an index list", codec.unpack, *given)
 
     def _room(self, nbytes: int) -> Tensor:
         self._leases.append(self._call.group.lease(nbytes))
         return self._leases[-1].tensor
 
     def release(self) -> None:
-        """Wait until all own lists are sent, then give back the memory."""
-        wait_all(self._sent)
-        self._heads.release()
+        """Give back the memory, once all has been sent and received."""
+        self._pending.release()
         for lease in self._leases:
             lease.release()
-
-
-def _size_of(head: Tensor, most: int) -> int:
-    """Bytes of a list, as its first message says. Raises ValueError if that is too short."""
-    size = codec.bytes_of(head, most)
-    if head.nbytes < min(size, HEAD):
-        raise ValueError(f"{head.nbytes} bytes come first, of {size}")
-    return size
-
-
-def exchange_lists(call: Call, lists: Mapping[int, Tensor], sources: Sequence[int]) -> IndexLists:
-    """Begin to send index lists to some peers, and to receive index lists from some; collective.
-
-    Args:
-        call: the call this is for.
-        lists: what to send, by peer.
-        sources: the peers that send a list to this rank.
-
-    Returns:
-        The lists under way.
-    """
-    return IndexLists(call, lists, sources).start()
 
 
 def send_list_to_all(call: Call, indices: Tensor) -> IndexLists:
@@ -180,7 +129,7 @@ def send_list_to_all(call: Call, indices: Tensor) -> IndexLists:
         indices: this rank's list, in the dtype `call.wire_index`.
     """
     peers = call.group.peers
-    return exchange_lists(call, dict.fromkeys(peers, indices), peers)
+    return IndexLists(call, dict.fromkeys(peers, indices), peers).start()
 
 
 def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Tensor]:

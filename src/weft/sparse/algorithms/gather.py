@@ -3,9 +3,9 @@
 Index sets go first, so that each rank knows the result's size and every row's place before the
 first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
-each rank has (not in a step of `split`) and the lists are short: between distant hosts that saves a
-round. No row waits for another rank's arithmetic, so the link is
-never idle; but every rank receives every row of all others and repeats the whole merge.
+each rank has (not in a step of `split`): between distant hosts that saves a round. No row waits for
+another rank's arithmetic, so the link is never idle; but every rank receives every row of all
+others and repeats the whole merge.
 
 Best for few ranks whose rows overlap little: without overlap it receives exactly the bound. It
 needs workspace for the rows of all others.
@@ -45,9 +45,8 @@ def gather(rows: CanonicalRows, call: Call) -> Rows:
     # to all: index lists
     indices = rows.indices.to(call.wire_index)
     lists = send_list_to_all(call, indices)
-    # what is left of a long list waits for its receivers, and values must not go ahead of it
     runs: list[Tensor] | None = None
-    if call.counts and lists.are_sent:
+    if call.counts:
         counts = call.counts
     else:
         runs = in_rank_order(call, lists, indices)
