@@ -91,14 +91,18 @@ def _wrong(tensor: object, op: object, wire_dtype: object) -> str | None:
     if not isinstance(tensor, Tensor) or not has_elements(tensor):
         what = lacking(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         return f"tensor is {what}: pass a strided tensor (sparse ones: weft.sparse_all_reduce)"
+    error = wrong_op(op, tensor, _DIFFERENTIABLE) or unfollowed("tensor", tensor)
+    return error or wrong_wire_dtype(wire_dtype, tensor.dtype)
+
+
+def wrong_op(op: object, tensor: Tensor, differentiable: Sequence[str]) -> str | None:
+    """What is wrong with an op for a tensor, or None; `differentiable` have gradients here."""
     if not isinstance(op, str) or op not in OPS:
         hint = meant(op, OPS, ELSEWHERE)
         return f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
-    if error := unfollowed("tensor", tensor):
-        return error
-    if op not in _DIFFERENTIABLE and tensor.requires_grad and torch.is_grad_enabled():
+    if op not in differentiable and tensor.requires_grad and torch.is_grad_enabled():
         return f"op {op} has no gradient here, and the tensor requires one: detach() it"
-    return wrong_wire_dtype(wire_dtype, tensor.dtype) or dense.refuses(op, tensor.dtype)
+    return dense.refuses(op, tensor.dtype)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base.arguments import truth
 from ..base.errors import check, entry
-from ..base.tensors import serves, wrong_dims
+from ..base.tensors import serves
 from ..call.attempt import preparing
 from ..group import default
 from ..group.group import Group
@@ -22,7 +22,7 @@ from ..sparse.request import travelling, wrong_wire_dtype
 from ..verbs.group import read
 from .all_to_all import Scatter
 from .differentiable import make
-from .staging import unsendable
+from .staging import unsendable, unsendable_rows
 
 _NAME = "exchange"
 
@@ -128,15 +128,11 @@ def _first(rows: Tensor) -> Tensor:
 
 def wrong_rows(rows: object) -> str | None:
     """What is wrong with a tensor whose rows are to be sent, or None."""
-    if error := unsendable("rows", rows):
+    if error := unsendable_rows("rows", rows):
         return error
     assert isinstance(rows, Tensor)  # else it was not sendable
     if not serves(_first, rows.dtype):
         return f"rows is {rows.dtype}, of which torch picks no rows: view integers of that size"
-    if rows.dim() == 0:
-        return "rows has no dimension, and so no rows: pass a tensor of at least one"
-    if error := wrong_dims(rows):
-        return f"rows {error}"
     return None
 
 

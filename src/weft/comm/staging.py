@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..base.tensors import has_elements, lacking, serves
+from ..base.tensors import has_elements, lacking, serves, wrong_dims
 from ..call.statement import room
 from ..group.channels import TENSORS
 from ..group.group import Group
@@ -34,6 +34,17 @@ def unsendable(name: str, tensor: object) -> str | None:
     if not serves(torch.clone, tensor.dtype):  # quantised ones are more than their elements
         return f"{name} is {tensor.dtype}, which torch does not copy: view another dtype"
     return unfollowed(name, tensor)
+
+
+def unsendable_rows(name: str, tensor: object) -> str | None:
+    """Why an argument, called `name`, is no tensor whose rows can be sent, or None."""
+    if error := unsendable(name, tensor):
+        return error
+    assert isinstance(tensor, Tensor)  # else it was not sendable
+    if tensor.dim() == 0:
+        return f"{name} has no dimension, and so no rows: pass a tensor of at least one"
+    error = wrong_dims(tensor)
+    return error and f"{name} {error}"
 
 
 def unfollowed(name: str, tensor: Tensor) -> str | None:

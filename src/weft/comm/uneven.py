@@ -10,7 +10,6 @@ Each is the other's adjoint.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +18,24 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_integer, shown
-from ..base.errors import WeftError, check, entry, meant, summed_up
+from ..base.errors import WeftError, check, entry, summed_up
 from ..base.memory import fresh, memory_of, typed
-from ..base.tensors import as_bytes, flattened, wrong_dims
+from ..base.tensors import as_bytes, flattened
 from ..call.attempt import preparing
 from ..call.mode import PLAIN, Mode
 from ..call.opening import Opening, opened
 from ..group import default
 from ..group.group import Group
-from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense
 from ..sparse.request import op_name
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
+from .all_reduce import wrong_op
 from .differentiable import Linear, apply
-from .staging import most_to_all, move, unsendable
+from .staging import most_to_all, move, unsendable_rows
 
 _SPELLED = 500  # bytes of the sizes that all ranks compare; above, a digest
 _PADDED = 2  # a padded all-gather has at most so many times the elements of all parts
-_LINEAR = ("sum", "avg")
 
 
 @entry
@@ -73,7 +71,7 @@ def all_gather_v(tensor: Tensor, sizes: Sequence[int], group: object = None) -> 
     group = default.resolve(group)
     with preparing(group, "all_gather_v"):
         counts = _counts(sizes, group.size)
-        check(_wrong(tensor))
+        check(unsendable_rows("tensor", tensor))
         _check_rows(tensor, counts[group.rank], f"sizes[{group.rank}]")
         gathering = Gathering(group, "all_gather_v", sizes=counts)
     return apply(gathering, [tensor])[0]
@@ -116,7 +114,7 @@ def reduce_scatter_v(
     with preparing(group, "reduce_scatter_v"):
         counts = _counts(sizes, group.size)
         name = op_name(op)
-        check(_wrong(tensor) or _wrong_op(name, tensor))
+        check(unsendable_rows("tensor", tensor) or wrong_op(name, tensor, ("sum", "avg")))
         _check_rows(tensor, sum(counts), "the sum of sizes")
         reduction = Scattering(group, "reduce_scatter_v", sizes=counts, op=str(name))
     return apply(reduction, [tensor])[0]
@@ -133,28 +131,6 @@ def _counts(sizes: Sequence[int], ranks: int) -> list[int]:
         wrong = counts.index(min(counts))
         raise WeftError(f"sizes[{wrong}] is no number of rows: pass whole numbers, 0 or more")
     return counts
-
-
-def _wrong(tensor: object) -> str | None:
-    """What is wrong with a caller's tensor, but for its rows, or None."""
-    if error := unsendable("tensor", tensor):
-        return error
-    assert isinstance(tensor, Tensor)  # else it was not sendable
-    if tensor.dim() == 0:
-        return "tensor has no dimension, and so no rows: pass a tensor of at least one"
-    if error := wrong_dims(tensor):
-        return f"tensor {error}"
-    return None
-
-
-def _wrong_op(op: object, tensor: Tensor) -> str | None:
-    """What is wrong with an op for a tensor, or None."""
-    if not isinstance(op, str) or op not in OPS:
-        hint = meant(op, OPS, ELSEWHERE)
-        return f"op {shown(op)} is unknown{hint}: use one of {', '.join(OPS)} or a torch ReduceOp"
-    if op not in _LINEAR and tensor.requires_grad and torch.is_grad_enabled():
-        return f"op {op} has no gradient here, and the tensor requires one: detach() it"
-    return dense.refuses(op, tensor.dtype)
 
 
 def _check_rows(tensor: Tensor, rows: int, what: str) -> None:
@@ -177,14 +153,10 @@ class Gathering(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         own = tensors[0]
-        row_shape = tuple(own.shape[1:])
         with preparing(self.group, self.name):
-            found = fresh((sum(self.sizes), *row_shape), own.dtype, own.device)
+            found = fresh((sum(self.sizes), *own.shape[1:]), own.dtype, own.device)
         fields = _compared(self.sizes, own)
-        counts = [size * math.prod(row_shape) for size in self.sizes]
-        opening = gather_in_place(
-            self.group, self.name, fields, flattened(own), flattened(found), counts, mode=mode
-        )
+        opening = gather_in_place(self.group, self.name, fields, own, found, self.sizes, mode=mode)
         self.number = opening.number
         return [found], opening.records
 
@@ -210,20 +182,12 @@ class Scattering(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
         whole = tensors[0]
-        row_shape = tuple(whole.shape[1:])
+        size = self.sizes[self.group.rank]
         with preparing(self.group, self.name):
-            found = fresh((self.sizes[self.group.rank], *row_shape), whole.dtype, whole.device)
+            found = fresh((size, *whole.shape[1:]), whole.dtype, whole.device)
         fields = {"op": self.op, **_compared(self.sizes, whole)}
-        counts = [size * math.prod(row_shape) for size in self.sizes]
         opening = reduce_parts(
-            self.group,
-            self.name,
-            fields,
-            flattened(whole),
-            counts,
-            self.op,
-            flattened(found),
-            mode=mode,
+            self.group, self.name, fields, whole, self.sizes, self.op, found, mode=mode
         )
         self.number = opening.number
         return [found], opening.records
@@ -241,7 +205,7 @@ def gather_in_place(
     fields: Mapping[str, object],
     own: Tensor,
     place: Tensor,
-    counts: Sequence[int],
+    sizes: Sequence[int],
     *,
     mode: Mode = PLAIN,
 ) -> Opening:
@@ -249,19 +213,19 @@ def gather_in_place(
 
     Args:
         group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
-        own: this rank's part, 1-D, contiguous; in its place already, or apart from all places.
-        place: 1-D, contiguous: the parts follow one another in rank order.
-        counts: how many elements each rank's part has.
+        own: this rank's part, contiguous; in its place already, or apart from all places.
+        place: contiguous: the parts follow one another in rank order.
+        sizes: how many rows each rank's part has.
     """
+    parts = torch.split(place, list(sizes))
+    longest = max(part.nbytes for part in parts)
     with preparing(group, call):  # there may be no memory
         verbs = verbs_of(group, own.device)
-        longest = max(counts) * own.itemsize
         goes_along = verbs is None and longest <= most_to_all(group)
         along = bytearray(memory_of(own) if goes_along else b"")
     fields = {**fields, "device": carried_by(verbs)}
     opening = opened(group, call, fields, along, mode=mode)
-    parts = torch.split(place, list(counts))
-    if not len(place):
+    if not longest:
         return opening
     if verbs is not None:
         _gather_by_verbs(verbs, as_bytes(own), as_bytes(place), [part.nbytes for part in parts])
@@ -304,7 +268,7 @@ def reduce_parts(
     call: str,
     fields: Mapping[str, object],
     whole: Tensor,
-    counts: Sequence[int],
+    sizes: Sequence[int],
     op: str,
     out: Tensor,
     *,
@@ -314,10 +278,10 @@ def reduce_parts(
 
     Args:
         group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
-        whole: 1-D, contiguous: the parts follow one another in rank order.
-        counts: how many elements each rank's part has.
+        whole: contiguous: the parts follow one another in rank order.
+        sizes: how many rows each rank's part has.
         op: one of `weft.kernels.OPS`, which there is for the dtype.
-        out: 1-D, contiguous: becomes this rank's part, reduced.
+        out: contiguous: becomes this rank's part, reduced.
     """
     with preparing(group, call):  # there may be no memory
         verbs = verbs_of(group, whole.device)
@@ -325,21 +289,21 @@ def reduce_parts(
         along = bytearray(memory_of(whole) if goes_along else b"")
     fields = {**fields, "device": carried_by(verbs)}
     opening = opened(group, call, fields, along, mode=mode)
-    count = counts[group.rank]
+    parts = [flattened(part) for part in torch.split(whole, list(sizes))]
+    place = flattened(out)
     if goes_along:
-        first = sum(counts[: group.rank]) * whole.itemsize
+        first = sum(part.nbytes for part in parts[: group.rank])
         said = [each[first : first + out.nbytes] for each in opening.bodies(whole.nbytes)]
-        if count:
+        if out.nbytes:
             terms = [torch.frombuffer(each, dtype=out.dtype) for each in said]
-            dense.reduce(terms, op, out)
-    elif not len(whole):
-        return opening
-    elif verbs is not None:
-        found = verbs.exchange(whole, counts, [count] * group.size)
-        if count:
-            dense.reduce(torch.split(found, count), op, out)
-    else:
-        _reduce_in_chunks(group, torch.split(whole, list(counts)), op, out)
+            dense.reduce(terms, op, place)
+    elif verbs is None:
+        _reduce_in_chunks(group, parts, op, place)
+    elif whole.numel():
+        counts = [*map(len, parts)]
+        found = verbs.exchange(flattened(whole), counts, [len(place)] * group.size)
+        if out.nbytes:
+            dense.reduce(torch.split(found, len(place)), op, place)
     return opening
 
 
