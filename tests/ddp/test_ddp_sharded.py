@@ -93,11 +93,11 @@ def check_training(size, *, may_branch):
         check_gradients(cut, whole, size, step, may_branch=may_branch)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "weft"])
+@pytest.mark.parametrize(("backend", "wire"), [("gloo", "tcp"), ("weft", "tcp"), ("gloo", "group")])
 @pytest.mark.parametrize("may_branch", [False, True])
 @spmd(2, 3, on=("processes",))
-def test_a_rank_may_come_to_its_table_in_another_order(group, backend, may_branch, tmp_path):
-    with in_default_group(group, tmp_path, backend), weft.init(timeout=60):
+def test_a_rank_may_come_to_its_table_in_another_order(group, backend, wire, may_branch, tmp_path):
+    with in_default_group(group, tmp_path, backend), weft.init(timeout=60, wire=wire):
         check_training(group.size, may_branch=may_branch)
 
 

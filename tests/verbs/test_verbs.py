@@ -118,6 +118,23 @@ def test_ranks_that_were_in_calls_of_other_subsets(kind, tmp_path):
         assert found == [ranks for ranks in subsets if rank in ranks]
 
 
+def in_parts(group):
+    """What all ranks of a part, and then of a part of that, gather."""
+    found = []
+    part = group
+    for ranks in ([3, 1, 0], [0, 1]):
+        part = part.split(ranks)
+        if part is None:
+            break
+        found.append(in_a_call(part, functools.partial(gathered, part)))
+    return found
+
+
+def test_a_part_has_verbs_of_its_own(kind, tmp_path):
+    found = on_ranks(4, kind, tmp_path, in_parts)
+    assert found == [[[3, 1, 0]], [[3, 1, 0], [3, 1]], [], [[3, 1, 0], [3, 1]]]
+
+
 def counted(group):
     group.traffic.reset()
 

@@ -125,11 +125,8 @@ def shards_by_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shares_calls(module: nn.Module, group: Group) -> bool:
-    """Whether a module has a shard whose calls come among those of a group.
-
-    Those on an accelerator go over torch's process group, of which a line of calls has none.
-    """
-    groups = groups_of_shards(each for each in module.parameters() if each.is_cpu)
+    """Whether a module has a shard whose calls come among those of a group."""
+    groups = groups_of_shards(module.parameters())
     return any(each.session is group.session for each in groups.values())
 
 

@@ -315,8 +315,7 @@ class Group:
 
     @property
     def line(self) -> Group:
-        """The same ranks, for calls whose order among the others may differ between ranks: of CPU
-        tensors, since it has no process group of torch's.
+        """The same ranks, for calls whose order among the others may differ between ranks.
 
         That is this group itself, until all ranks of the session have come to `add_line`.
         """

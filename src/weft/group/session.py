@@ -288,6 +288,7 @@ class Session:
         assert self._join is not None  # else it is closed
         session = self._join(ranks, name, self)
         session.name = f"{self.name}/{name}"
+        session.is_by_group = self.is_by_group
         return session
 
     def check_on(self, ranks: Sequence[int], absent: Callable[[], Sequence[int]]) -> None:

@@ -70,10 +70,11 @@ def _made(group: Group, device: torch.device, is_own: bool) -> Verbs:
     process_group = group.session.process_group()
     if group.size == 1 or (process_group is None and not dist.is_initialized()):
         return PostedVerbs(group, f"{device.type} (posts)")  # to nobody, or between threads
+    process_group = process_group or _of_job(group)
     if process_group is None:
         raise WeftError(
-            f"these ranks have no process group that takes {device.type} tensors, as parts that "
-            "`split` makes have none: use a group of torch.distributed's, or `.cpu()`"
+            f"these ranks have no process group that takes {device.type} tensors, as threads have "
+            "none: use a group of torch.distributed's, or `.cpu()`"
         )
     backend = backend_for(process_group, device)
     if backend is None:
@@ -81,6 +82,17 @@ def _made(group: Group, device: torch.device, is_own: bool) -> Verbs:
     verbs = GroupVerbs(group, device, backend, is_own=is_own)
     group.session.carry(verbs)
     return verbs
+
+
+def _of_job(group: Group) -> dist.ProcessGroup | None:
+    """The default group, of which these ranks are some: those of a part, or of a line of calls.
+
+    weft makes a process group of its own for them. None: they are others, such as threads.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # there is one
+    is_own_rank = world.rank() == group.global_ranks[group.rank]
+    return world if is_own_rank and max(group.global_ranks) < world.size() else None
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

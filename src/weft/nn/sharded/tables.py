@@ -580,7 +580,7 @@ def sharded_lookup(
         if not isinstance(each, ShardedTable):
             raise WeftError(f"tables has a {type(each).__name__}: {remedy}")
     group = tables[0]._group()
-    line = _line_of(group, tables[0])
+    line = group.line
     with profiled(NAME):
         with preparing(line, ASKING):
             _check(tables, inputs, group)
@@ -588,14 +588,6 @@ def sharded_lookup(
             messages = messages_for(tables, wanted, counts)
         rows = fetched(line, tables, counts, messages)
     return [output(found) for output, found in zip(outputs, rows, strict=True)]
-
-
-def _line_of(group: Group, table: ShardedTable) -> Group:
-    """The group on which a table is looked up: that of the wire has a line of calls for it."""
-    weight = table._parameters.get("weight")
-    # that a weight is gone, or has no elements, the others have to hear on the line
-    takes_line = weight is None or weight.is_meta or weight.is_cpu
-    return group.line if takes_line and not group.session.is_by_group else group
 
 
 def _asked_of(
