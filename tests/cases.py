@@ -86,7 +86,7 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
 
 def set_rate(group: Group, number: int) -> None:
     """Have this rank state a rate of the link from here on, until a call is quicker."""
-    group.on(torch.device("cpu")).state[rate.RATE] = number
+    group.state[rate.RATE] = number
 
 
 def exchange(group: Group) -> None:

@@ -36,9 +36,7 @@ from weft.testing.spmd import KINDS
 
 sys.path.append(str(Path(__file__).parent))  # for the modules here that are no tests
 from by_verbs import on_gloo, on_verbs
-from checked_rounds import on_device
 
-KINDS["device"] = on_device
 KINDS["verbs"] = on_verbs
 KINDS["gloo"] = on_gloo
 

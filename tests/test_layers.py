@@ -70,6 +70,19 @@ def test_only_few_call_torch_distributed():
     assert found == []
 
 
+def test_who_has_tensors_moved_does_not_ask_devices():
+    """Verbs carry what is on one, and `base.devices` knows streams."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for room in ("comm", "group", "nn", "schedules", "sparse")
+        for path in sorted((SOURCE / room).rglob("*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("torch.cuda", "torch.accelerator", "torch.Stream")
+    ]
+    assert found == []
+
+
 def test_the_search_finds_what_it_should():
     tree = ast.parse("import torch.distributed as dist\ndist.ReduceOp.SUM\ndist.barrier()")
     assert list(calls(tree)) == [(3, "dist.barrier")]

@@ -56,23 +56,6 @@ def test_results_come_in_rank_order(on):
     assert [values.tolist() for _, values in got] == [[0, 0], [1, 1], [2, 2]]
 
 
-def uneven(group, sends, awaits, times):
-    """Rounds with the other rank, over the wire of a device."""
-    over, other = group.on(torch.device("cpu")), 1 - group.rank
-    assert over is not group
-    for _ in range(times[group.rank]):
-        post = over.post([(other, torch.ones(sends, dtype=torch.uint8))], [(other, awaits)])
-        assert post.wait()[0].tolist() == [1] * awaits
-
-
-def test_rounds_of_an_accelerator_meet_or_raise():
-    run(2, uneven, 32, 32, (3, 3), on="device")
-    with pytest.raises(WireError, match="sent 32 bytes in a round for a receive of 48"):
-        run(2, uneven, 32, 48, (1, 1), on="device")
-    with pytest.raises(WireError, match="rank 1 left while rank 0 was in a round over checked"):
-        run(2, uneven, 32, 32, (2, 1), on="device")
-
-
 def process_ids(group):
     return os.getpid(), threading.current_thread().name
 
@@ -299,7 +282,7 @@ def test_a_rank_that_dies_is_reported():
 def test_a_body_that_other_processes_cannot_find_is_refused():
     with pytest.raises(WeftError, match="make it a function at the top of a module"):
         run(2, lambda group: None, on="processes")
-    with pytest.raises(WeftError, match="processes or device, not on 'mpi'"):
+    with pytest.raises(WeftError, match="processes or verbs or gloo, not on 'mpi'"):
         run(2, process_ids, on="mpi")
 
 

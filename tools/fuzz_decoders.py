@@ -45,7 +45,6 @@ from weft.group.group import Group
 from weft.group.session import Session
 from weft.sparse import codec
 from weft.testing import run
-from weft.wire.interface import Features
 from weft.wire.tcp.connection import Connection, Receive
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for the modules there that are no tests
@@ -272,8 +271,6 @@ def recorded(name, size):
 
 class Replayed:
     """A wire on which recorded messages come, some of them spoilt."""
-
-    device, features = torch.device("cpu"), Features()
 
     def __init__(self, rank, size, said, rng):
         self.rank, self.size = rank, size

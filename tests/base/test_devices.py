@@ -14,6 +14,8 @@ import torch
 import weft
 from weft.base import devices
 from weft.base.devices import Aside
+from weft.call import attempt
+from weft.call.attempt import in_own_stream
 from weft.testing import threads
 
 
@@ -45,7 +47,7 @@ def test_an_asynchronous_call_comes_behind_its_caller_who_goes_on_behind_it(cloc
     cuda, claimed = torch.device("cuda", 1), []
     claim = claimed.append  # before, torch's own thread is one of device 0
     monkeypatch.setattr(torch.accelerator, "set_device_index", claim)
-    job = Aside(group.streams, cuda, lambda: clock.job() and result, lambda found: [found])
+    job = Aside(devices.Streams(), cuda, lambda: clock.job() and result, lambda found: [found])
     clock.caller_goes_on()
     work = group.worker.submit("call", job)
     found = work.wait()
@@ -74,11 +76,9 @@ def test_a_call_that_raises_has_its_stream_come_to_an_end_all_the_same(clock):
     def fails():
         raise KeyError("here")
 
-    group = threads.group(1)[0]
     with pytest.raises(KeyError):
-        Aside(group.streams, torch.device("cuda", 1), fails)()
+        Aside(devices.Streams(), torch.device("cuda", 1), fails)()
     assert call.own.synchronize() in clock.mock_calls
-    group.close()
 
 
 def test_each_group_computes_in_streams_of_its_own(monkeypatch):
@@ -94,11 +94,11 @@ def test_each_group_computes_in_streams_of_its_own(monkeypatch):
     monkeypatch.setattr(torch, "Stream", stream)
     one, two = threads.group(1)[0], threads.group(1)[0]
     cuda, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    found = [of.streams.on(device) for of in (one, two, one) for device in (cuda, other)]
+    monkeypatch.setattr(attempt, "Aside", lambda streams, device, *_: streams.on(device))
+    found = [in_own_stream(of, device, None) for of in (one, two, one) for device in (cuda, other)]
     assert found == [1, 2, 3, 4, 1, 2]
     # of a pool that programs do not draw from
     assert made == [(cuda, -1), (other, -1), (cuda, -1), (other, -1)]
-    assert one.subset([0]).streams is one.streams
 
 
 def test_results_are_joined_in_one_stream_of_a_device(monkeypatch):

@@ -732,29 +732,6 @@ def test_a_failed_call_of_another_library_is_explained_by_who_is_silent(peers, l
     assert told.result(10.0) == (found and Verdict(2, found)) == three.watch.verdict
 
 
-@pytest.mark.parametrize(
-    ("bye", "call", "found"),
-    [
-        (place(6), HISTORY[-1], "rank 2 left"),
-        (RAISED, HISTORY[-1], "rank 2 left, after it raised (KeyError: 7)"),
-        (place(7, "barrier"), HISTORY[-1], "rank 2 left"),  # in the middle of it
-        (place(7, last="barrier", raised="KeyError: 7"), HISTORY[-1], None),
-        # where nobody knows whether it came: only if it raised
-        (RAISED, None, "rank 2 left, after it raised (KeyError: 7)"),
-        (place(6), None, None),
-    ],
-)
-def test_a_round_that_is_late_is_not_explained_by_one_that_left_when_it_was_through(
-    peers, later, bye, call, found
-):
-    three = peers()
-    three.leave(2, bye)
-    told = later(three.watch.blame, [1, 2], call)
-    if found is None:
-        three.answer(1, place(7, "barrier"))
-    assert told.result(10.0) == (found and Verdict(2, found))
-
-
 def test_closing_says_goodbye_and_leaves_nothing(peers, nothing_left):
     with nothing_left(), ExitStack() as stack:
         three = Peers(stack)

@@ -175,6 +175,8 @@ def rows():
 
 CALLS = {
     "Partition": lambda **group: weft.Partition((1,), **group),
+    "all_gather_v": lambda **group: weft.all_gather_v(torch.ones(1), [1], **group),
+    "reduce_scatter_v": lambda **group: weft.reduce_scatter_v(torch.ones(1), [1], **group),
     "all_reduce": lambda **group: weft.all_reduce(torch.ones(1), **group),
     "all_to_all": lambda **group: weft.all_to_all([torch.ones(1)], **group),
     "attempt": lambda **group: weft.attempt(int, **group),

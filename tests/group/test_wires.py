@@ -62,8 +62,8 @@ class Mute(Faulty):
 
 
 def test_a_wire_that_raises_when_it_is_asked_is_to_blame():
-    wires = Wires(1, Faulty())
-    wires.add(Mute())
+    wires, mute = Wires(1, Faulty()), Mute()
+    wires.add(mute)
     assert wires.find_fault() == verdict_on_exception(KeyError("no such device"), 1)
 
 
@@ -103,8 +103,8 @@ def test_an_abort_reaches_all_wires_though_one_raises(caplog):
     ],
 )
 def test_what_a_wire_has_seen_while_nobody_used_it_is_found(failure, verdict):
-    wires = Wires(1, Faulty())
-    wires.add(Faulty(failure))
+    wires, faulty = Wires(1, Faulty()), Faulty(failure)
+    wires.add(faulty)
     assert wires.find_fault() == verdict
 
 
@@ -162,23 +162,20 @@ class Closing(Faulty):
         self.number = number
         self.noted = noted
 
-    def close(self, how="close"):
-        self.noted.append((how, self.number))
+    def close(self):
+        self.noted.append(self.number)
         if self.number == 2:
             raise KeyError("no such device")
 
-    def drop(self):
-        self.close("drop")
 
-
-def test_those_of_devices_are_closed_or_dropped_also_where_one_raises():
+def test_verbs_are_closed_also_where_one_raises():
     noted = []
     wires = Wires(0, Closing(0, noted))
-    for number in (1, 2, 3):
-        wires.add(Closing(number, noted))
-    wires.close_that_of_the_host()
-    for end in (wires.close_those_of_devices, wires.drop_those_of_devices):
-        with pytest.raises(KeyError, match="no such device"):
-            end()
-    ended = [(how, number) for how in ("close", "drop") for number in (3, 2, 1)]
-    assert noted == [("close", 0), *ended]
+    verbs = [Closing(number, noted) for number in (1, 2, 3)]
+    for each in verbs:
+        wires.add(each)
+    wires.close_wire()
+    assert noted == [0]
+    with pytest.raises(KeyError, match="no such device"):
+        wires.close_verbs()
+    assert sorted(noted) == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import wire_clauses
-from wire_clauses import ANY_WIRE, FREE, MEETINGS, MEETINGS_OF_PROCESSES, PROCESSES, clauses
+from wire_clauses import ANY_WIRE, MEETINGS, MEETINGS_OF_PROCESSES, PROCESSES, clauses
 from wire_ranks import (
     far,
     make_wires,
@@ -26,13 +26,13 @@ DIES = (wire_clauses.dies, wire_clauses.forks, wire_clauses.meets_the_dead)
 meeting = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
 
 
-@clauses([*ANY_WIRE, *FREE])
+@clauses(ANY_WIRE)
 def test_threads(size, body):
     on_threads(size, body)
 
 
 @pytest.mark.parametrize("hosts", TCP)
-@clauses([*ANY_WIRE, *FREE], most=4)
+@clauses(ANY_WIRE, most=4)
 def test_tcp(size, body, hosts):
     if size > 2 or hosts != "hosts of two":
         on_processes(size, body, TCP[hosts])

@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import pytest
 import torch
-from wire_clauses import ANY_WIRE, FREE, PROCESSES, clauses
+from wire_clauses import ANY_WIRE, PROCESSES, clauses
 from wire_ranks import make_wires, on_new_processes, on_threads, status_of, swap_often
 
 from weft.base.pace import patient
@@ -42,7 +42,7 @@ make = tcp.make
 WAITS = ["timeouts", "aborts", "closes", "dies", "forks", "signals"]
 
 
-@clauses([each for each in (*ANY_WIRE, *FREE, *PROCESSES) if each[1].__name__ in WAITS])
+@clauses([each for each in (*ANY_WIRE, *PROCESSES) if each[1].__name__ in WAITS])
 def test_messages_go_as_before_where_ranks_meet(size, body):
     dies = [1] if body.func.__name__ in ("dies", "forks") else []
     on_new_processes(size, body, make_with_one_under_way, dies)

@@ -44,10 +44,7 @@ _GO = 5  # the channel of what lets a peer go on
 _AFTER_FORK = 60.0  # seconds in which those end that a forked child outlives
 
 ANY_WIRE = []
-"""Number of ranks, and what each does: over a wire in rounds, too."""
-
-FREE = []
-"""Over a wire that is in no rounds."""
+"""Number of ranks, and what each does."""
 
 PROCESSES = []
 """The same, where each rank is a process of its own, which may end."""
@@ -283,7 +280,7 @@ def order(wire, soon):
         posts[i].release()
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def channels(wire, soon):
     """a channel waits for no other, whatever lies there."""
     peer, last = 1 - wire.rank, (1 << 31) - 1
@@ -311,7 +308,7 @@ def channels(wire, soon):
         each.wait(soon)
 
 
-@clause(FREE, 2, 8)
+@clause(ANY_WIRE, 2, 8)
 def sized(wire, soon):
     """a receive by size returns as many bytes as came: none, some, or all that it takes."""
     peer, most = _partner(wire), 200_000
@@ -328,7 +325,7 @@ def sized(wire, soon):
     pending.release()
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def short(wire, soon):
     """a short message in a long receive leaves nothing behind: a long one after it may be early."""
     if wire.rank == 0:
@@ -380,7 +377,7 @@ def large(wire, soon):
 # Memory -----------------------------------------------------------------------------------------
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def late(wire, soon):
     """a receive may be posted long after its message was sent; only a wait may last till then."""
     lengths = (8, _MEDIUM, _BIG)
@@ -398,7 +395,7 @@ def late(wire, soon):
         assert wire.post((), [(0, _bytes(length, 0))]).wait(soon)[0].all()
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def sent(wire, soon):
     """a tensor that was sent may change once it was waited for, also if it is received later."""
     for length in (100, _BIG):
@@ -413,7 +410,7 @@ def sent(wire, soon):
             pending.release()
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def storages(wire, soon):
     """memory of a post is kept, though nobody keeps its pending, and its tensors get other."""
     if wire.rank == 0:
@@ -461,7 +458,7 @@ def views(wire, soon):
         pending.release()
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def released(wire, soon):
     """any thread releases what came by size, while another one waits and after a failure, too."""
     peer = 1 - wire.rank
@@ -510,7 +507,7 @@ def leases(wire, soon):
 # Waits ------------------------------------------------------------------------------------------
 
 
-@clause(FREE, 2)
+@clause(ANY_WIRE, 2)
 def timeouts(wire, soon):
     """a wait that ran out raises TimeoutError and changes nothing: it can be waited for again."""
     peer = 1 - wire.rank
@@ -535,7 +532,7 @@ def timeouts(wire, soon):
         each.release()
 
 
-@clause(FREE, 3)
+@clause(ANY_WIRE, 3)
 def names(wire, soon):
     """`waiting_for` names the peers of what is not complete, in another thread, too.
 
@@ -603,10 +600,7 @@ def complete(wire, soon):
 def aborts(wire, soon):
     """an abort in another thread ends a wait, and every later use, with the first failure."""
     if wire.rank > 0:  # who does not come
-        if wire.features.lockstep:
-            time.sleep(soon / 2)
-        else:
-            _wait_until_it_leaves(wire, 0, soon)
+        _wait_until_it_leaves(wire, 0, soon)
         return
     given = Failure("aborted", 2, "rank 2 died")
     pending = wire.post((), [(2, _bytes(_BIG))])
@@ -642,7 +636,7 @@ def closes(wire, soon):
         wire.post([(1, _number(1))]).wait(soon)
 
 
-@clause(FREE, 3)
+@clause(ANY_WIRE, 3)
 def leaves(wire, soon):
     """what was sent before a close arrives, also if it is asked for later; the others go on.
 

@@ -1,11 +1,7 @@
-"""Where a tensor lies, as far as it decides the way: on the host, or on an accelerator.
+"""What weft does on an accelerator beside its caller: in streams of its own, one for each group.
 
-Values on an accelerator never visit the host: torch operations serve them in place of machine code,
-and the user's process group carries them. Tests have that way on CPU tensors, too: `as_device`.
-
-What weft does on an accelerator it does in a stream of its own, one for each group, behind what the
-caller's stream does when the call is made; the caller's stream goes on behind it when the result is
-asked for. The host waits for neither.
+Only an asynchronous call does: behind what the caller's stream does when the call is made. The
+caller's stream goes on behind it when the result is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,44 +19,6 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-
-_lock = threading.Lock()
-_asked = 0  # how many `as_device` are open
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor goes the way of the CPU.
-
-    Example:
-        >>> import torch
-        >>> on_host(torch.ones(2))
-        True
-        >>> with as_device():
-        ...     on_host(torch.ones(2))
-        False
-    """
-    return tensor.is_cpu and not _asked
-
-
-def is_host(device: torch.device) -> bool:
-    """Whether tensors of a device go the way of the CPU."""
-    return device.type == "cpu" and not _asked
-
-
-@contextmanager
-def as_device() -> Iterator[None]:
-    """For tests: CPU tensors are treated as if they were on an accelerator, in all threads."""
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-
-
-def _count(by: int) -> None:
-    global _asked
-    with _lock:
-        _asked += by
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -96,17 +96,13 @@ class Source(Protocol):
 class Pool:
     """Blocks of power-of-two sizes that are leased again and again; any thread may use it.
 
-    On a device torch's own allocator keeps memory for the next use. There blocks have the requested
-    size, and are freed after use.
-
     Attributes:
         source: what the wire has brought, or None.
     """
 
     smallest = 1 << 12  # bytes: a block is never smaller
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         # by their sizes; each use of it is one operation, which no other thread comes between
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self.source: Source | None = None
@@ -124,13 +120,11 @@ class Pool:
             offset = source.allocate(nbytes)
             if offset is not None:
                 return Lease(self, offset, memory[offset : offset + nbytes])
-        size = nbytes
-        if self._device is None:
-            size = max(self.smallest, 1 << (nbytes - 1).bit_length())
+        size = max(self.smallest, 1 << (nbytes - 1).bit_length())
         try:
             block = self._free[size].pop()
         except IndexError:
-            block = fresh((size,), torch.uint8, self._device)
+            block = fresh((size,), torch.uint8)
         return Lease(self, block, block[:nbytes])
 
     @property
@@ -143,7 +137,7 @@ class Pool:
         if isinstance(block, int):
             assert self.source is not None  # which has given it
             self.source.free(block)
-        elif self._device is None:
+        else:
             self._free[block.nbytes].append(block)
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ..base._torch import is_traced
 from ..base.arguments import in_words, printable, shown
-from ..base.devices import IN_A_GRAPH, Aside, is_capturing
+from ..base.devices import IN_A_GRAPH, Aside, Streams, is_capturing
 from ..base.errors import WeftError, WireError, entry
 from ..group import default
 from ..group.group import Group
@@ -18,6 +18,7 @@ from .opening import opened
 
 T = TypeVar("T")
 
+_STREAMS = "streams"  # of a group's state: those of its asynchronous calls
 _LONGEST = 700  # bytes of a name: it travels in the fingerprint
 
 
@@ -170,8 +171,18 @@ class preparing:  # as it reads: with preparing(group, name) as call
                 return job.joined(result)
             return result if finish is None else finish(result)
         if not isinstance(job, Aside) and (self.device.type != "cpu" or finish is not None):
-            job = Aside(self._group.streams, self.device, job, finish)
+            job = in_own_stream(self._group, self.device, job, finish)
         return worker.submit(self._name, job)
+
+
+def in_own_stream(
+    group: Group,
+    device: torch.device,
+    job: Callable[[], T],
+    finish: Callable[[T], Any] | None = None,
+) -> Aside[T]:
+    """A job for `submit` that works in the group's own stream of a device: see `Aside`."""
+    return Aside(group.state.setdefault(_STREAMS, Streams()), device, job, finish)
 
 
 def refuse_tracing(call: str) -> None:

@@ -32,7 +32,7 @@ from torch.futures import Future
 from ..base._torch import at_end_of_backward, backward_id, uncompiled
 from ..base.devices import Aside, Streams
 from ..base.errors import WeftError, WireError, check
-from ..call.attempt import preparing
+from ..call.attempt import in_own_stream, preparing
 from ..call.opening import opened
 from ..group.group import Group
 from ..group.worker import Work
@@ -176,7 +176,7 @@ def _start(state: State, tables: Tables) -> Work[list[Tensor]]:
             gradient.data = result
         return results
 
-    return group.worker.submit(_TABLES, Aside(group.streams, tables.device, job))
+    return group.worker.submit(_TABLES, in_own_stream(group, tables.device, job))
 
 
 def _reduce_dense(
@@ -189,7 +189,7 @@ def _reduce_dense(
         reduction(group, gradient)
         return gradient
 
-    return group.worker.submit("ddp dense bucket", Aside(group.streams, gradient.device, job))
+    return group.worker.submit("ddp dense bucket", in_own_stream(group, gradient.device, job))
 
 
 def _watch_for_end(state: State) -> None:

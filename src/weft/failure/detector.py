@@ -340,42 +340,34 @@ class Detector:
         self._settled.wait(_NEWS)  # ended by `settle`, or by the time
         return self.verdict
 
-    def blame(
-        self, ranks: Sequence[int] | None = None, call: Entered | None = None
-    ) -> Verdict | None:
-        """Find why a call of another library failed, or a round is late.
+    def blame(self) -> Verdict | None:
+        """Find why a call of another library failed, in which all ranks may have been.
 
         That may take about a second, and some more where other work has the cores. None: no rank
-        died, left before it was through, or is silent. Then the session still works.
-
-        Args:
-            ranks: of the round; None: a call of another library failed, in which all may have been.
-            call: in which the round is; None: in none.
+        died, left, or is silent. Then the session still works.
         """
         suspect = self._suspect = _Suspect()
         self.links.wake()
         if self.news() is not None:
             return self.verdict
-        leaver = self._leaver_in(ranks, call)
+        leaver = self._leaver()
         if leaver is None:
             self._hear_judgement()
             if self.news() is None and suspect.answered is not None:
                 # one that left meanwhile, and did not answer before
-                leaver = self._leaver_in(ranks, call, well=suspect.answered)
+                leaver = self._leaver(well=suspect.answered)
         if leaver is not None:
             self.settle(on_leaver(leaver, self.leavers[leaver]))
         return self.verdict
 
-    def _leaver_in(
-        self, ranks: Sequence[int] | None, call: Entered | None, well: Collection[int] = ()
-    ) -> int | None:
-        """The rank to blame of those that left, but for some that were well; else as `blame`."""
+    def _leaver(self, well: Collection[int] = ()) -> int | None:
+        """The rank to blame of those that left, but for some that were well; None: there is none.
+
+        One that left well, too: of another library's call nobody knows whether it was through.
+        """
         found = dict(self.leavers)  # a copy: the thread of the links adds to it
         leavers = {rank: found[rank] for rank in found if rank not in well}
-        if ranks is not None:
-            return leaver_to_blame(ranks, leavers, call)
         raised = leaver_to_blame(leavers, leavers, None)
-        # one that left well, too: of another library's call nobody knows whether it was through
         return next(iter(leavers), None) if raised is None else raised
 
     def explain_circle(self, circle: Sequence[int], otherwise: Verdict) -> Verdict:

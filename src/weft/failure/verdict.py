@@ -192,11 +192,6 @@ def in_the_job(ranks: Sequence[int] | None, culprit: int | None) -> str:
     return f" (rank {culprit} of this group is rank {ranks[culprit]} of the job)"
 
 
-def who_answers(leavers: Mapping[int, Place]) -> str:
-    """That all ranks answer, as a clause: those that left do not."""
-    return "all others answer" if leavers else "all answer"
-
-
 def differing(how: str, holders: Iterable[tuple[object, Sequence[int]]], then: str) -> str:
     """How ranks differ: values, each with the ranks that have it. Of many the first are named.
 

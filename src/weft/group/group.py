@@ -8,8 +8,7 @@ The rules, for every group:
 
 * Posts between the same two ranks on the same channel match in the order they were made; different
   pairs of ranks, different channels, and groups of different ranks are independent. A send may
-  complete only when it is received. Where `features.lockstep` is set, posts travel in rounds
-  (`weft.wire.interface.Wire.post`).
+  complete only when it is received.
 * A receive is a tensor, which its message fills exactly, or the most bytes that may come, of which
   as many are returned as came.
 * Nobody sends to itself.
@@ -23,23 +22,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeVar, cast, final
+from typing import Any, NoReturn, Self, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import is_of_group
 from ..base.arguments import as_integer, shown, wrong_timeout
-from ..base.devices import Streams
 from ..base.errors import Error, WeftError, WireError, entry, summed_up
 from ..base.memory import Pool, tensor_of
 from ..records.traffic import Traffic
-from ..wire import interface
-from ..wire.interface import Features, Lease, Recv, Send, Wire
+from ..wire.interface import Lease, Recv, Send, Wire
 from .channels import OPENINGS, SMALL
-from .pending import Exchange, InBothWays, Pending, Round, Telling, WithOwn
-from .route import Route
+from .pending import Exchange, InBothWays, Pending, Telling, WithOwn
 from .session import Session
 from .worker import Worker
 
@@ -53,9 +48,9 @@ _MEMBERS = 64  # bytes of the text of a group's ranks, which travels with every 
 class Group:
     """Some ranks that talk to each other; what `weft.init` returns, and `group=` takes.
 
-    It is a view of a `Session`, which it shares with the groups that `subset` and `on` give: a
-    failure of one is a failure of all. To make a view costs nothing, and sends nothing. There is
-    one of the same ranks in the same order, and what calls keep of them outlives it (`state`).
+    It is a view of a `Session`, which it shares with the groups that `subset` gives: a failure of
+    one is a failure of all. To make a view costs nothing, and sends nothing. There is one of the
+    same ranks in the same order, and what calls keep of them outlives it (`state`).
 
     Attributes:
         session: what the group is a view of.
@@ -66,36 +61,27 @@ class Group:
             "ranks 2, 0"; the same text on each of them, of many a digest.
         global_ranks: its ranks, by their numbers in the job.
         near: the other ranks that this one tells something in a meeting: those of its host, if any.
-        wire: what carries its tensors.
-        features: of that wire, as far as these ranks have them.
-        route: tensors of which device it carries, and how: "cpu", "cuda (nccl)"; for fingerprints.
-        refusal: why nobody carries its tensors, for the opening of a call with such tensors; None:
-            the wire does.
+        wire: what carries tensors of the CPU.
         memory: the pool that workspaces are leased from.
         worker: the one queue in which calls take their turn, on whichever groups of the session.
-        streams: in which it computes on accelerators.
         traffic: what was sent so far, by all groups of the session.
         state: what is kept of these ranks from one call to the next, by its name; this group has it
             in common with every view of the same ranks and wire.
     """
 
-    def __init__(
-        self, session: Session, ranks: Sequence[int] | None = None, route: Route | None = None
-    ) -> None:
-        """All of a session, as `weft.init` returns it, or a view: see `subset` and `on`.
+    def __init__(self, session: Session, ranks: Sequence[int] | None = None) -> None:
+        """All of a session, as `weft.init` returns it, or a view: see `subset`.
 
         Args:
             session: of the ranks. The group closes it, unless it is a view.
             ranks: of the session, in the order in which they are numbered here.
-            route: of the tensors; None: that of openings.
         """
         self.session = session
-        self._is_view = ranks is not None or route is not None
+        self._is_view = ranks is not None
         self._ranks = tuple(range(session.size) if ranks is None else ranks)
         # where numbers are those of the session, a post does not pay for numbering its messages
         self._is_renumbered = self._ranks != tuple(range(len(self._ranks)))
         self._is_whole = not self._is_renumbered and len(self._ranks) == session.size
-        self._route = session.cpu if route is None else route
         self._end: Callable[[], None] | None = None  # of a `with` block, if it is not `close`
         self.rank = self._ranks.index(session.rank)
         self.size = len(self._ranks)
@@ -106,15 +92,11 @@ class Group:
         self.global_ranks = tuple(session.global_ranks[rank] for rank in self._ranks)
         near = session.meetings.near if session.meetings is not None else ()
         self.near = frozenset(peer for peer in self.peers if self._ranks[peer] in near)
-        self.wire: Wire = self._route.wire
-        self.features: Features = self._route.features_for(self._ranks)
-        self.route = self._route.name
-        self.refusal = self._route.refusal
-        self.memory: Pool = self._route.memory
+        self.wire: Wire = session.wire
+        self.memory: Pool = session.memory
         self.worker: Worker = session.worker
-        self.streams: Streams = session.streams
         self.traffic: Traffic = session.traffic
-        self.state: dict[str, Any] = session.states.setdefault((self._ranks, self._route), {})
+        self.state: dict[str, Any] = session.states.setdefault(self._ranks, {})
 
     @property
     def timeout(self) -> float:
@@ -137,7 +119,7 @@ class Group:
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
-    ) -> Pending:
+    ) -> Exchange:
         """Start sending and receiving, in the order given; returns at once.
 
         Receives are posted before sends. Empty tensors are sent and received like others. Posts
@@ -155,18 +137,9 @@ class Group:
         if self._is_renumbered:
             sends = [(self._ranks[peer], tensor) for peer, tensor in sends]
             recvs = [(self._ranks[peer], into) for peer, into in recvs]
-        if not self.features.lockstep:
-            pending = session.use("posted messages", self.wire.post, sends, recvs, channel)
-            session.traffic.count(sends)
-            return Exchange(session, pending, sends, recvs)
-        # the first wait carries this and what else was posted since the last round
-        route = self._route
-        outgoing = route.numbered(sends)
-        incoming = route.numbered(recvs)
-        rounds = cast("interface.Rounds", self.wire)
-        posted = session.use("posted messages", rounds.post, outgoing, incoming, channel)
+        pending = session.use("posted messages", self.wire.post, sends, recvs, channel)
         session.traffic.count(sends)
-        return Round(session, posted, route)
+        return Exchange(session, pending, sends, recvs)
 
     def tell(
         self,
@@ -200,10 +173,7 @@ class Group:
         if far:  # first: they take longer
             same = tensor_of(message)
             sends = [(peer, same if to_far is None else tensor_of(to_far[peer])) for peer in far]
-            over = self._over(session.cpu)
-            posted = over.post(sends, [(peer, most) for peer in far], OPENINGS)
-            assert isinstance(posted, Exchange)  # no route of openings is in rounds
-            messages = posted.pending
+            messages = self.post(sends, [(peer, most) for peer in far], OPENINGS).pending
         if near:
             wire = session.meetings
             assert wire is not None  # else nobody is near
@@ -219,12 +189,11 @@ class Group:
     def small_all_gather(self, message: Tensor, cap: int) -> Pending:
         """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
 
-        It is of the CPU, and travels as openings do, whatever carries the tensors. `wait()` returns
-        one uint8 tensor for each rank, in rank order: the bytes that it sent.
+        It travels as openings do, whatever carries the tensors. `wait()` returns one uint8 tensor
+        for each rank, in rank order: the bytes that it sent.
         """
         recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
-        over = self._over(self.session.cpu)
-        pending = over.post([(peer, message) for peer in self.peers], recvs, SMALL)
+        pending = self.post([(peer, message) for peer in self.peers], recvs, SMALL)
         return WithOwn(pending, self.rank, message)
 
     def all_gather_bytes(
@@ -250,21 +219,7 @@ class Group:
 
         They do that in a wait. So a send from there may be complete only once its receiver waits.
         """
-        return self._route.lease(nbytes)
-
-    def on(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group:
-        """This group, for tensors of a device; nothing is sent. It may be this group itself.
-
-        Args:
-            device: of the tensors. Accelerators have wires of their own.
-            ranks: the ranks that take part in the call that this is for; None: all. They keep their
-                numbers. Where messages travel in rounds, these ranks have rounds of their own.
-        """
-        route = self.session.route_for(device)
-        if route.wire.features.lockstep:
-            members = self._ranks if ranks is None else [self._ranks[rank] for rank in ranks]
-            route = route.among(members)
-        return self._over(route)
+        return self.wire.lease(nbytes) or self.memory.lease(nbytes)
 
     def subset(self, ranks: Sequence[int]) -> Group:
         """Some of the ranks, this one among them, as a group: nothing is set up, nothing is sent.
@@ -281,7 +236,9 @@ class Group:
         if self.rank not in chosen:
             raise WeftError(f"rank {self.rank} is none of the ranks {list(chosen)}: it has no part")
         members = tuple(self._ranks[rank] for rank in chosen)
-        return self._view(members, self._route.among(members))
+        views = self.session.views
+        view: Group | None = views.get(members)
+        return view or views.setdefault(members, Group(self.session, members))
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Some of the ranks, as a group with connections of its own; numbered in the order given.
@@ -370,14 +327,8 @@ class Group:
         """Raise if the group is broken, as far as this rank knows; it asks nobody.
 
         On an accelerator the host does not wait for the last messages of a call, and a rank that
-        dies meanwhile leaves garbage in the result. So wait for the device, and call this, before
-        you keep what cannot be had again:
-
-        ```python
-        torch.accelerator.synchronize()
-        group.check()
-        torch.save(model.state_dict(), path)
-        ```
+        dies meanwhile leaves garbage in the result. So wait for the device (by
+        `torch.accelerator.synchronize()`), and call this, before you keep what cannot be had again.
 
         Raises:
             WireError: the group is broken or closed.
@@ -404,7 +355,7 @@ class Group:
     def close(self) -> None:
         """Leave: tell the peers that this is no death, and let go of everything. Twice is fine.
 
-        Of a group that `subset` or `on` gave it does nothing: what that is a view of stays open.
+        Of a group that `subset` gave it does nothing: what that is a view of stays open.
         """
         if not self._is_view:
             self.session.close()
@@ -433,16 +384,6 @@ class Group:
             f"rank {self.rank}: a group cannot be copied or pickled, since its connections are "
             "this process's: pass the group itself, or make one where it is needed (weft.init)"
         )
-
-    def _over(self, route: Route) -> Group:
-        """The same ranks, with another route for their tensors."""
-        return self if route is self._route else self._view(self._ranks, route)
-
-    def _view(self, ranks: tuple[int, ...], route: Route) -> Group:
-        """The view of these ranks of the session, with this route: the one that there is."""
-        views = self.session.views
-        view: Group | None = views.get((ranks, route))
-        return view or views.setdefault((ranks, route), Group(self.session, ranks, route))
 
     def _check_peers(self, messages: Sequence[tuple[int, object]]) -> None:
         """Raise WeftError if a message is for or from a rank that is no peer."""

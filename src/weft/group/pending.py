@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..wire import interface
 from ..wire.interface import Recv, Send
-from .route import Route
 from .session import Session
 
 
@@ -94,7 +93,7 @@ class Posted(Pending):
 
 
 class Exchange(Posted):
-    """The messages of one post, over a wire on which no other post waits for them."""
+    """The messages of one post."""
 
     def __init__(
         self,
@@ -137,44 +136,6 @@ class Exchange(Posted):
             if message[0] in missing:
                 return message
         return messages[-1]  # all are complete by now
-
-
-class Round(Posted):
-    """A post whose messages travel in a round, or a reduction: all ranks of a route are in it.
-
-    The wire says whether the round is through, and not who is missing: of two ranks it is the other
-    one, of more it may be any. A rank that is through had all it needed, which others may lack.
-    """
-
-    pending: interface.DevicePending
-
-    def __init__(self, session: Session, pending: interface.DevicePending, route: Route) -> None:
-        super().__init__(session, pending)
-        self._route = route
-
-    def receive(self) -> list[Tensor]:
-        watcher = self._route.watcher
-        if watcher is not None:
-            # The host does not wait: the watcher has the deadline. It is told before, since to
-            # begin a round may take until a peer has come.
-            watcher.watch_round(self.pending, self.awaited(), self.session.worker.entered)
-            self.session.streaming = True
-            return self.session.use(self.what(), self.pending.wait_stream)
-        if len(self._route.ranks) == 1:  # without peers there is nothing to wait for
-            return self.pending.wait()
-        return super().receive()
-
-    def awaited(self) -> list[int]:
-        """All others, each of which has to come to the round, whatever it brings."""
-        return [rank for rank in self._route.ranks if rank != self.session.rank]
-
-    def peer(self) -> int:
-        """The first of these ranks."""
-        return self.awaited()[0]
-
-    def what(self) -> str:
-        """What is waited for, as a clause of an error."""
-        return f"was in a round over {self._route.carrier}"
 
 
 class Telling(Awaited):

@@ -1,8 +1,8 @@
 """The session: what ranks share from when they join until they leave, at one of them.
 
-A `Group` is a view of a session: all of its ranks or some, for tensors of one device. The session
-has what there is once: the wires, the control links with their failure detector, the verdict, the
-worker, the traffic.
+A `Group` is a view of a session: all of its ranks or some. The session has what there is once: the
+wire and the verbs, the control links with their failure detector, the verdict, the worker, the
+traffic.
 
 A wire moves the bytes, and says what it saw when it cannot. Control links run beside all wires. A
 wait ends with its messages, or with the verdict of the failure detector, which has the deadline and
@@ -17,30 +17,24 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..base._torch import keep
 from ..base.arguments import LONGEST
-from ..base.devices import Streams, is_host
-from ..base.errors import WeftError, WireError
+from ..base.errors import WireError
 from ..base.memory import Pool
 from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Entered, Verdict, in_the_job, on_leaver, who_answers
+from ..failure.verdict import Verdict, in_the_job, on_leaver
 from ..records.calls import call_elsewhere
 from ..records.traffic import Traffic
 from ..wire import interface
 from ..wire.interface import Failure, WireFailed
-from ..wire.of_devices import Refusing, refusal, wire_of_device
-from .route import Route
-from .watcher import Watcher
 from .wires import Carrier, Wires, is_of_a_signal, verdict_on, verdict_on_exception
 from .worker import Worker
 
@@ -82,15 +76,13 @@ class Session:
         global_ranks: the ranks, by their numbers in the job.
         process_group: returns the process group of torch's that the session stands for, or None.
         traffic: what was sent so far.
-        streams: in which this rank computes on accelerators.
-        cpu: the route of tensors of the CPU, and of whatever else ranks tell each other.
+        wire: of tensors of the CPU, and of whatever else ranks tell each other.
+        memory: where workspaces are leased from, if not from the wire.
         meetings: the wire of openings, if ranks may meet over it; None: they may not.
-        devices: the routes of tensors of those devices that there were tensors of.
         is_by_group: whether the process group carries tensors of the CPU, too, and not the wire.
         detector: of failures, beside the wires; None: there are no peers.
-        streaming: whether a stream waits for messages of the call that runs, and the host does not.
-        views: of this session, by their ranks and route: a `Group` each, while anybody has it.
-        states: what is kept from one call to the next, also by ranks and route: `Group.state`.
+        views: of this session, by their ranks: a `Group` each, while anybody has it.
+        states: what is kept from one call to the next, also by ranks: `Group.state`.
         closed: whether this rank has left.
         worker: the one queue in which calls take their turn, on whichever groups of the session.
         line: the session of a second line of calls among these ranks, if there is one: `add_line`.
@@ -126,23 +118,20 @@ class Session:
         self.global_ranks = tuple(global_ranks)
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
-        self.streams = Streams()
-        self.cpu = Route(wire, "", memory)
+        self.wire = wire
+        self.memory = memory
         self.meetings = wire if isinstance(wire, interface.Meeting) else None
-        self.devices: dict[torch.device, Route] = {}
         self.is_by_group = False
-        self.streaming = False
         # weakly: they have the session, which then would not end with the last of them
-        self.views: weakref.WeakValueDictionary[tuple[tuple[int, ...], Route], Any] = (
+        self.views: weakref.WeakValueDictionary[tuple[int, ...], Any] = (
             weakref.WeakValueDictionary()
         )
-        self.states: dict[tuple[tuple[int, ...], Route], dict[str, Any]] = {}
+        self.states: dict[tuple[int, ...], dict[str, Any]] = {}
         self.closed = False
         self._broken: Verdict | None = None  # what every use raises; None: nobody has met it yet
         self._join: Join | None = join
         self._splits = 0  # how often `split` was called, equally often on all ranks
         self.line: Session | None = None
-        self._lock = threading.Lock()  # held while the route of a device is made
         self.worker = Worker(self)
         self._wires = Wires(wire.rank, wire)
         self.detector = detector
@@ -152,54 +141,11 @@ class Session:
             detector.guard(self._wires.abort, self._wires.find_fault)
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
         self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
-        # wires of devices: `close` closes them later, and waits for what they do; others do not
-        Finalize(self, self._wires.drop_those_of_devices, exitpriority=0)
         _made.add(self)
-
-    def route_for(self, device: torch.device) -> Route:
-        """The route of tensors of a device; the first call for an accelerator makes it."""
-        if is_host(device):
-            return self.cpu
-        route = self.devices.get(device)
-        if route is None:
-            with self._lock:
-                route = self.devices.get(device) or self._make_route(device)
-        return route
-
-    def _make_route(self, device: torch.device) -> Route:
-        process_group = self.process_group()
-        found = wire_of_device(process_group, self.rank, self.size, device)
-        if found is not None:
-            return self.carry_device(*found)
-        text = refusal(process_group, device)
-        wire = Refusing(self.rank, self.size, device, text)
-        alone = self.size == 1  # which needs nobody
-        route = Route(wire, "nobody", Pool(device=device), refusal=None if alone else text)
-        self.devices[device] = route
-        return route
-
-    def carry_device(self, wire: interface.Rounds, carrier: str) -> Route:
-        """Have a wire of these ranks carry tensors of its device; it is closed with the session.
-
-        Args:
-            wire: of that device.
-            carrier: its name.
-        """
-        watcher = None
-        if wire.features.streams:
-            watcher = Watcher(self, wire.device, f"a round over {carrier}")
-            if wire.device.type == "cuda":
-                warn_of_one_queue(self.rank)
-        self._wires.add(wire)
-        if self.detector is not None and self.detector.verdict is not None:  # it is there already
-            self._wires.abort(self.detector.verdict)
-        route = Route(wire, carrier, Pool(device=wire.device), watcher)
-        self.devices[wire.device] = route
-        return route
 
     def carry(self, verbs: Carrier) -> None:
         """Have a verdict end what these verbs do, and the session's end close them."""
-        self._wires.add_verbs(verbs)
+        self._wires.add(verbs)
         if self.detector is not None and self.detector.verdict is not None:  # it is there already
             self._wires.abort(self.detector.verdict)
 
@@ -212,13 +158,10 @@ class Session:
 
         Raises:
             WireError: the session is broken, or breaks here.
-            WeftError: nobody carries such tensors; nothing was sent.
         """
         self.check()
         try:
             return wire_call(*args)
-        except WeftError:
-            raise
         except BaseException as error:
             self.raise_for(error, doing)
 
@@ -354,11 +297,9 @@ class Session:
         finally:  # also where a handler of a signal raises meanwhile
             if self.line is not None:
                 self.line.close()
-        self.worker.stop()  # its calls may use the wires of devices until here
-        while self.devices:
-            self.devices.popitem()[1].end_watch()
-        self._wires.close_those_of_devices()
-        self.cpu.memory.drain()
+        self.worker.stop()  # its calls may use verbs until here
+        self._wires.close_verbs()
+        self.memory.drain()
 
     def abort(self, reason: str) -> None:
         """Break the session, telling every peer that this rank did it; waits for nobody."""
@@ -367,13 +308,6 @@ class Session:
             self.detector.settle(verdict)
         elif not self.closed:
             self._break(verdict)
-
-    def give_up(self, what: str) -> None:
-        """Break the session where something was not done in time at this rank, and nobody is known
-        to be to blame: all ranks answer that are there. `what` is a clause."""
-        answers = who_answers({} if self.detector is None else self.detector.leavers)
-        cause = "a rank may not have come to it, or the link is too slow"
-        self._settle(Verdict(None, f"{what} at rank {self.rank}, though {answers}: {cause}"))
 
     def fail(self, peer: int | None, text: str) -> WireError:
         """Break the session for all ranks on account of a peer; the error to raise here.
@@ -384,16 +318,13 @@ class Session:
         """
         return self._break(self._settle(Verdict(peer, text)))
 
-    def diagnose(
-        self, where: str, ranks: Sequence[int] | None = None, call: Entered | None = None
-    ) -> WireError | None:
+    def diagnose(self, where: str) -> WireError | None:
         """The error to raise after a call of another library failed, if a peer is to blame.
 
         Args:
             where: the call, as the end of the clause "while rank 0 was in ...".
-            ranks, call: of a round that is not through, as `Detector.blame` has them.
         """
-        verdict = None if self.detector is None else self.detector.blame(ranks, call)
+        verdict = None if self.detector is None else self.detector.blame()
         if self._broken is None and verdict is not None:
             self._break(verdict, f" while rank {self.rank} was in {where}")
         return None if self._broken is None else self._broken.error(self.rank)
@@ -460,12 +391,10 @@ class Session:
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
-        self._lock = threading.Lock()  # another thread may have held that one
         self.worker.after_fork()
         with contextlib.ExitStack() as stack:  # also where a close raises
             # what the child kept open would hide the death of this process's parent from peers
-            stack.callback(self._wires.close_that_of_the_host)
-            stack.callback(self._wires.close_those_of_devices)
+            stack.callback(self._wires.close_wire)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
 
@@ -525,18 +454,6 @@ class Session:
         return f"{where} group {call.group!r}, and in no call of {self.name!r}"
 
 
-@functools.cache
-def warn_of_one_queue(rank: int) -> None:
-    """Say that this process has its streams in one queue, if it has; once."""
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        _log.warning(
-            "rank %d: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a device into one queue: "
-            "where ranks use two groups in different orders, these wait for each other. Unset it, "
-            "or make all calls on all groups in one order, asynchronous ones included",
-            rank,
-        )
-
-
 def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
     """End the waits of one of two sessions that break together, and break the other."""
     if of_other.verdict is None:  # first: wires of the one may abort those of the other
@@ -545,9 +462,9 @@ def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
 
 
 def _leave(detector: Detector | None, wires: Wires) -> None:
-    """Say bye to all and let go of everything but the devices."""
+    """Say bye to all and let go of the wire."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        stack.callback(wires.close_that_of_the_host)
+        stack.callback(wires.close_wire)
         if detector is not None:
             stack.callback(detector.close)  # first
 

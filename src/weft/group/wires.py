@@ -10,14 +10,15 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
 
 from ..base.arguments import in_words
 from ..base.errors import in_short
 from ..failure.verdict import Verdict
-from ..wire.interface import Failure, Rounds, Wire
+from ..wire.interface import Failure, Wire
 
 _ALIKE = (
     "(all ranks must run the same program and version, and post the same lengths to each other)"
@@ -39,23 +40,19 @@ class Carrier(Protocol):
 class Wires:
     """What carries tensors of a session at one rank: the wire of the CPU, and verbs."""
 
-    def __init__(self, rank: int, of_host: Wire) -> None:
+    def __init__(self, rank: int, wire: Wire) -> None:
         self._rank = rank
-        self._of_host = of_host
-        self._of_devices: list[Rounds] = []
-        self._verbs: list[Carrier] = []
+        self._wire = wire
+        # weakly: a session that was dropped ends though these have it (`group.state` keeps them)
+        self._verbs: weakref.WeakSet[Carrier] = weakref.WeakSet()
 
-    def add(self, wire: Rounds) -> None:
-        """Add a wire of a device."""
-        self._of_devices.append(wire)
-
-    def add_verbs(self, verbs: Carrier) -> None:
+    def add(self, verbs: Carrier) -> None:
         """Add verbs."""
-        self._verbs.append(verbs)
+        self._verbs.add(verbs)
 
     def all(self) -> list[Carrier]:
         """Those that there are now; another thread may add some meanwhile."""
-        return [self._of_host, *self._of_devices, *self._verbs]
+        return [self._wire, *self._verbs]
 
     def abort(self, verdict: Verdict) -> None:
         """End all waits of this rank; any thread."""
@@ -68,17 +65,15 @@ class Wires:
         for each in errors:  # only now: a handler of the log may block, or raise
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
-    def close_that_of_the_host(self) -> None:
+    def close_wire(self) -> None:
         """Close that of the CPU."""
-        self._of_host.close()
+        self._wire.close()
 
-    def close_those_of_devices(self) -> None:
-        """Close those of devices, which waits for what these still do."""
-        _call_all(each.close for each in [*self._of_devices, *self._verbs])
-
-    def drop_those_of_devices(self) -> None:
-        """Close those of devices, and wait for none: for a collection of garbage, or at exit."""
-        _call_all(each.drop for each in self._of_devices)
+    def close_verbs(self) -> None:
+        """Let go of the process groups that verbs have made, each also where another raises."""
+        with contextlib.ExitStack() as stack:
+            for each in list(self._verbs):
+                stack.callback(each.close)
 
     def find_fault(self) -> Verdict | None:
         """What a wire is sure of, which it may have seen while nobody used it; any thread."""
@@ -90,13 +85,6 @@ class Wires:
             if failure is not None and failure.kind in ("garbled", "broken"):
                 return verdict_on(failure, self._rank)
         return None
-
-
-def _call_all(ends: Iterable[Callable[[], None]]) -> None:
-    """Call what ends wires, each also where another raises, or a handler of a signal."""
-    with contextlib.ExitStack() as stack:
-        for end in ends:
-            stack.callback(end)
 
 
 def verdict_on(failure: Failure, rank: int) -> Verdict:

@@ -25,7 +25,6 @@ import torch
 
 from ..base._torch import profiled, profiled_until, without_modes, without_transforms
 from ..base.arguments import in_words, limit_of_wait
-from ..base.devices import Aside
 from ..base.errors import Error, StillRunning, WeftError, WireError, entry
 from ..base.latch import LOOK, Latch, deadline_of
 from ..base.pace import patient
@@ -38,6 +37,7 @@ from .server import Server
 from .turns import Turn, Turns
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
@@ -56,7 +56,6 @@ class Member(Protocol):
         name: of the group, for records.
         timeout: seconds that any one wait may last.
         traffic: what this rank sent.
-        streaming: whether a stream waits for messages of the call that runs, and the host does not.
         closed: whether this rank has left.
     """
 
@@ -64,7 +63,6 @@ class Member(Protocol):
     name: str
     timeout: float
     traffic: Traffic
-    streaming: bool
     closed: bool
 
     def check(self) -> None:
@@ -72,6 +70,20 @@ class Member(Protocol):
 
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, on account of this one."""
+
+
+class StreamJob(Protocol[T_co]):
+    """A job that works in a stream of its own: `weft.base.devices.Aside`, which describes it."""
+
+    accelerators: list[int | str | torch.device]
+
+    def __call__(self) -> T_co: ...
+
+    def claim_thread(self) -> None: ...
+
+    def joined(self, result: Any) -> Any: ...
+
+    def apart(self) -> contextlib.AbstractContextManager[object]: ...
 
 
 class Worker:
@@ -222,7 +234,7 @@ class Worker:
         return True
 
     def submit(
-        self, name: str, job: Callable[[], T] | Aside[T], *, several: bool = False
+        self, name: str, job: Callable[[], T] | StreamJob[T], *, several: bool = False
     ) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
@@ -230,7 +242,7 @@ class Worker:
 
         Args:
             name: of the call.
-            job: what it does; `Work.result` joins the stream of an `Aside`.
+            job: what it does; `Work.result` joins the stream of a `StreamJob`.
             several: whether the job makes calls on this group itself, within its own turn. Before
                 them it must not meet the others for the call that it is itself (`enter`): a rank
                 that is in a call inside it would be taken for one that is past the call around it
@@ -252,7 +264,8 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        work: Work[T] = Work(self, name, job if isinstance(job, Aside) else None)
+        in_stream = cast(StreamJob[T], job) if hasattr(job, "claim_thread") else None
+        work: Work[T] = Work(self, name, in_stream)
         turn = Turn(name, sys._getframe(), work)
         try:
             work._job = functools.partial(self._do, member, name, as_here, several)
@@ -355,7 +368,7 @@ class Worker:
             self._several = several
             self.now = call
             self.entered = None
-            result = self._sound(member, job)
+            result = job()
             call.end()
             return result
         except BaseException as error:
@@ -368,24 +381,7 @@ class Worker:
         finally:
             self.doing, self._several, self.now, self.entered = around
             if not self.doing:  # else it is a part of the call around it
-                member.streaming = False
                 listeners.tell_all(call)
-
-    def _sound(self, member: Member, job: Callable[[], T]) -> T:
-        """What a job returns, unless the group broke while a stream waited for messages.
-
-        That stream was not stopped. It went on with whatever the memory held, and so did the job,
-        if it read numbers there.
-        """
-        try:
-            result = job()
-        except Exception as error:
-            if member.streaming and not isinstance(error, Error):
-                member.check()
-            raise
-        if member.streaming:
-            member.check()
-        return result
 
     def _serve(self) -> None:
         """On the thread of jobs: run the first of those in the queue, when its turn comes."""
@@ -434,7 +430,7 @@ class Work(Generic[T]):
     _error: BaseException | None = None  # what the job raised
     _is_told = False  # somebody has had that, or has no need to
 
-    def __init__(self, worker: Worker, name: str, aside: Aside[T] | None = None) -> None:
+    def __init__(self, worker: Worker, name: str, aside: StreamJob[T] | None = None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker = worker
         self._forks = worker._forks  # as of now: a child of this process has one more

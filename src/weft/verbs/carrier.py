@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..base._torch import serves
-from ..base.devices import IN_A_GRAPH, is_capturing
-from ..base.devices import current as current
+from ..base.devices import IN_A_GRAPH, current, is_capturing
 from ..base.errors import WeftError
 from ..group.group import Group
 from .group import GroupVerbs
@@ -47,6 +46,11 @@ def verbs_of(group: Group, device: torch.device) -> Verbs | None:
 def carried_by(verbs: Verbs | None) -> str:
     """What goes by these, in words that are equal on all ranks."""
     return "cpu" if verbs is None else verbs.name
+
+
+def device_of_process() -> torch.device:
+    """The accelerator that this process computes on by now; the CPU if on none."""
+    return current()
 
 
 def own_device(kind: str) -> torch.device:

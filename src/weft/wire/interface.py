@@ -10,10 +10,9 @@ One thread at a time posts and waits. Where any thread may call something, it sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 MEETS = 160 << 10
@@ -26,22 +25,6 @@ tensor does not change, and the wire keeps its storage, whatever becomes of the 
 Recv = tuple[int, Tensor | int]
 """(peer, contiguous tensor to fill), or (peer, the most bytes that may come): a receive by size,
 for which memory is taken as messages come, and not for the most that may come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What a wire has beside `post`. Schedules are chosen by it, so all ranks have the same.
-
-    Attributes:
-        lockstep: messages travel in rounds, see `Wire.post`; the wire is a `Rounds`. A receive by
-            size is then exactly as long as its message, as in NCCL.
-        streams: `DevicePending.wait_stream` does not block the host.
-        reduces: (op, dtype) of what `all_reduce` takes; with any, the wire is a `Reducing`.
-    """
-
-    lockstep: bool = False
-    streams: bool = False
-    reduces: frozenset[tuple[str, torch.dtype]] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +122,6 @@ class Pending(Protocol):
         """
 
 
-class DevicePending(Pending, Protocol):
-    """The messages of one post of a `Rounds`, or a tensor of a `Reducing`."""
-
-    def wait_stream(self) -> list[Tensor]:
-        """Have the current stream of the device wait, and not the host.
-
-        The memory is the caller's in the order of that stream. Where `failure()` is not None once
-        the stream is through, what was received is garbage.
-        """
-
-    def done(self) -> bool:
-        """Whether `wait` would return or raise at once; any thread. It never blocks."""
-
-
 @runtime_checkable
 class Wire(Protocol):
     """One rank's end of a group.
@@ -160,14 +129,10 @@ class Wire(Protocol):
     Attributes:
         rank: this rank's number.
         size: how many ranks there are.
-        device: whose tensors it sends and receives.
-        features: what it has beside `post`.
     """
 
     rank: int
     size: int
-    device: torch.device
-    features: Features
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -185,10 +150,6 @@ class Wire(Protocol):
 
         A peer that is gone fails the wire when something is awaited of it, and not before: ranks
         close early.
-
-        With `features.lockstep` the first wait carries all that was posted since the last round, by
-        channel. Every rank (of `among`) posts the other ends of these messages before it waits, and
-        waits, if for nothing.
 
         Raises:
             WireFailed: the wire has failed, or is closed. What this post finds, its wait raises.
@@ -217,44 +178,6 @@ class Wire(Protocol):
         was sent and waited for still arrives, as far as 5 seconds are enough for it. In a child
         that this process has forked it closes the child's copies of descriptors and mappings, and
         no more: peers notice nothing, and still see when this process dies, though the child lives.
-        """
-
-
-@runtime_checkable
-class Reducing(Protocol):
-    """What a wire has beside, whose `features.reduces` is not empty."""
-
-    def all_reduce(self, tensor: Tensor, op: str) -> DevicePending:
-        """Start reducing over all ranks, in place; the same bits on every rank.
-
-        Args:
-            tensor: contiguous, on the wire's device.
-            op: with the tensor's dtype, one of `features.reduces`.
-
-        Returns:
-            A pending whose `wait` returns the tensor, in a list.
-        """
-
-
-@runtime_checkable
-class Rounds(Wire, Protocol):
-    """What a wire has beside, whose `features.lockstep` is set: that of a device."""
-
-    def post(
-        self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
-    ) -> DevicePending: ...
-
-    def among(self, ranks: Sequence[int]) -> Rounds:
-        """A wire for rounds of these ranks alone, numbered in the order given.
-
-        It sets nothing up: only these ranks call it, and it fails with this wire. Its features are
-        the same, but that it need not reduce.
-        """
-
-    def drop(self) -> None:
-        """Close, and wait for no device: a collection of garbage comes here, or the process ends.
-
-        The memory of what is under way is held until that has ended.
         """
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..base.latch import NAP
 from ..base.memory import fault_of, memory_of
-from .interface import Failure, Features, Recv, Send, WireFailed
+from .interface import Failure, Recv, Send, WireFailed
 
 _GARBAGE = 0xA5  # what undefined bytes hold: not 0 or -1; in floating point small, and no NaN
 
@@ -190,8 +190,6 @@ class ThreadWire:
     def __init__(self, rank: int, room: Room) -> None:
         self.rank = rank
         self.size = room.size
-        self.device = torch.device("cpu")
-        self.features = Features()
         self.room = room
         self.lock = room.lock
         self.changed = room.changed[rank]

@@ -230,7 +230,6 @@ def meet(group: Group) -> None:
 
 def _time(starters: Sequence[Contender], iters: int, group: Group) -> None:
     """Have them take turns; the first is not timed."""
-    group = group.on(torch.device("cpu"))
     gc.collect()
     gc.disable()  # a collection would hit one contender and not the others
     try:

@@ -18,7 +18,7 @@ from ...base.errors import untransformed
 from ...call.attempt import preparing
 from ...call.opening import opened
 from ...group import default
-from ...verbs.carrier import current
+from ...verbs.carrier import device_of_process
 from .. import plain
 from ..call import Call
 from ..canonical import CanonicalRows
@@ -115,7 +115,7 @@ def sparse_broadcast(
             request.fields["form"] = _form_of(rows)
             request.fields["row shape"] = tuple(request.rows.row_shape)
         call.job = job
-        call.device = request.device if here else current()
+        call.device = request.device if here else device_of_process()
     return call.start()
 
 

@@ -49,13 +49,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-import torch
 from torch import Tensor
 
 from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
 from ...rendezvous.address import NO_SIGNAL, own_address
-from ..interface import MEETS, Failure, Features, Recv, Send, WireFailed
+from ..interface import MEETS, Failure, Recv, Send, WireFailed
 from ..start import Start
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
@@ -148,8 +147,6 @@ class TcpWire:
         """
         self.rank = rank
         self.size = size
-        self.device = torch.device("cpu")
-        self.features = Features()
         self.near = frozenset({rank, *(segments or {})} if meets else {rank})
         self.segment = segment
         self._memory = memory
