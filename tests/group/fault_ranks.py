@@ -25,13 +25,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import weft.bootstrap.preload  # noqa: F401  # once, and not in each rank
+import weft
+import weft.bootstrap.preload  # once, and not in each rank
 from weft import WireError
 from weft.base.pace import patient
 from weft.failure import detector
 from weft.group.group import Group
 from weft.group.joining import connect
 from weft.schedules import dense_all_reduce
+from weft.verbs.carrier import verbs_of
 
 START = 120.0  # seconds that hosts of a busy machine may take to start
 PAUSE = 1.0  # seconds that a paused rank is stopped
@@ -72,6 +74,11 @@ def stream(group):
     ]
     for pending in posted:
         pending.wait()
+
+
+def gather(group):
+    """A verb of gloo's process group."""
+    verbs_of(group, torch.device("cpu")).all_gather(torch.zeros(LARGE, dtype=torch.uint8))
 
 
 def idle(group):
@@ -171,12 +178,15 @@ FAULTS: dict[str, tuple[Callable[[Group], None], Callable[[Group], None], bool]]
     "fail": (ring, fail, True),
     "leave": (ring, leave, False),
     "interrupt": (ring, interrupt, True),
+    "kill in a verb": (gather, kill_soon, True),
+    "stop in a verb": (gather, stop_soon, True),
+    "cut in a verb": (gather, cut, True),
 }
 
 # what runs at the same time, since nearly all of its time is spent in waiting; the others alone
 BATCHES = [
-    {"stop", "stop in stream", "sleep", "pause", "interrupt", "kill idle"},
-    {"kill", "kill parent", "kill in dense", "abort", "fail", "leave"},
+    {"stop", "stop in stream", "stop in a verb", "sleep", "pause", "interrupt", "kill idle"},
+    {"kill", "kill parent", "kill in dense", "kill in a verb", "abort", "fail", "leave"},
 ]
 
 
@@ -194,7 +204,7 @@ def rank(scenario, fault, victim, timeout):
         is_master=RANK == 0,
         timeout=timedelta(seconds=START),
     )
-    group = connect(store, RANK, SIZE, START)
+    group = by_verbs(store) if body is gather else connect(store, RANK, SIZE, START)
 
     def call(number):
         group.worker.enter(group.global_ranks, group.members, (("call", "sparse_all_reduce"),))
@@ -225,8 +235,20 @@ def rank(scenario, fault, victim, timeout):
             group.post()
         except WireError as again:
             say(scenario, "again", text=str(again))
+        if dist.is_initialized():
+            try:
+                dist.all_reduce(torch.ones(1))
+            except RuntimeError as torchs:
+                say(scenario, "torch", text=str(torchs))
     group.close()
     say(scenario, "end", open=len(os.listdir("/proc/self/fd")))
+
+
+def by_verbs(store):
+    """A group whose tensors a process group of gloo's carries."""
+    place = dist.PrefixStore("gloo", store)
+    dist.init_process_group("gloo", store=place, rank=RANK, world_size=SIZE)
+    return weft.init(wire="group", timeout=START)
 
 
 def tend(pid, fault, timeout):
@@ -273,7 +295,7 @@ def main():
     for each in scenarios:
         if not any(each[1] in batch for batch in BATCHES):
             run_together([each])
-        if each[1] == "cut" and each[2] == RANK:
+        if each[1].startswith("cut") and each[2] == RANK:
             link(RANK, "up")
 
 

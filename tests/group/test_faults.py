@@ -43,6 +43,9 @@ SCENARIOS = [
     ("stop in stream", 2, SHORT),
     ("sleep", 3, SHORT),
     ("cut", 2, SHORT),
+    ("kill in a verb", 1, LONG),
+    ("stop in a verb", 2, SHORT),
+    ("cut in a verb", 2, SHORT),
 ]
 
 Line = dict[str, Any]
@@ -143,6 +146,9 @@ def survivors(victim):
     "fail",
     "leave",
     "interrupt",
+    "kill in a verb",
+    "stop in a verb",
+    "cut in a verb",
 )
 def test_every_survivor_names_the_culprit(record, victim):
     for rank in survivors(victim):
@@ -154,14 +160,22 @@ def test_every_survivor_names_the_culprit(record, victim):
 
 
 @scenario(
-    "kill", "kill parent", "kill idle", "kill in dense", "kill in stream", "abort", "fail", "leave"
+    "kill",
+    "kill parent",
+    "kill idle",
+    "kill in dense",
+    "kill in stream",
+    "kill in a verb",
+    "abort",
+    "fail",
+    "leave",
 )
 def test_what_is_seen_at_once_ends_the_others_at_once(record, victim):
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SOON, late
 
 
-@scenario("stop", "stop in stream", "cut", "sleep")
+@scenario("stop", "stop in stream", "stop in a verb", "cut", "cut in a verb", "sleep")
 def test_what_is_seen_at_the_deadline_ends_the_others_then(record, victim):
     late = {rank: record.errors[rank]["at"] - record.fault for rank in survivors(victim)}
     assert max(late.values()) < SOON, late
@@ -170,19 +184,19 @@ def test_what_is_seen_at_the_deadline_ends_the_others_then(record, victim):
     assert any(f", past the timeout of {SHORT:g} s; " in text for text in texts), texts
 
 
-@scenario("kill", "kill parent", "kill idle", "kill in dense", "kill in stream")
+@scenario("kill", "kill parent", "kill idle", "kill in dense", "kill in stream", "kill in a verb")
 def test_a_death_is_called_so(record, victim):
     for rank in survivors(victim):
         assert f"rank {victim} died" in record.errors[rank]["text"]
 
 
-@scenario("stop", "stop in stream", "cut")
+@scenario("stop", "stop in stream", "stop in a verb", "cut", "cut in a verb")
 def test_silence_is_called_so(record, victim):
     for rank in survivors(victim):
         assert f"rank {victim} does not answer" in record.errors[rank]["text"]
 
 
-@scenario("cut")
+@scenario("cut", "cut in a verb")
 def test_a_rank_that_hears_nobody_blames_its_own_link(record, victim):
     error = record.errors[victim]
     assert error["culprit"] == victim
@@ -233,6 +247,12 @@ def test_later_uses_raise_the_same(record, victim):
 def test_each_survivor_logs_one_line(record, victim):
     for rank in survivors(victim):
         assert len([line for line in record.logged if line.startswith(f"rank {rank}: ")]) == 1
+
+
+@scenario("kill in a verb", "stop in a verb", "cut in a verb")
+def test_torchs_own_group_raises_from_then_on(record, victim):
+    for rank in record.errors:
+        assert record.of("torch")[rank]["at"] - record.fault < SOON
 
 
 @scenario("pause")

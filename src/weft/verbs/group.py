@@ -27,6 +27,7 @@ from torch import Tensor
 from ..base._torch import new_process_group, store_of
 from ..base.devices import IN_A_GRAPH, is_capturing
 from ..base.errors import WeftError
+from ..base.latch import NAP, join
 from ..base.memory import bytes_of, fresh
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
@@ -123,9 +124,9 @@ class GroupVerbs:
             self._make()
         self._wait(what, lambda: verb(self._process_group()))
 
-    def _wait(self, what: str, body: Callable[[], Any]) -> None:
+    def _wait(self, what: str, body: Callable[[], Any]) -> Any:
         wait = _Wait(self._group, f"{what} over {self.name}", body, self.failure)
-        self._group.session.wait_for(wait)
+        return self._group.session.wait_for(wait)
 
     def _process_group(self) -> dist.ProcessGroup:
         """The program's, or weft's own."""
@@ -141,19 +142,37 @@ class GroupVerbs:
         were in calls of other subsets each has made another number.
         """
         token = self._group.all_gather_bytes(secrets.token_bytes(8), bytes)[0].hex()
-        number = self._numbers[self.rank]
+        self._made = self._wait("the making of a process group", lambda: self._new(token))
+
+    def _new(self, token: str) -> dist.ProcessGroup:
+        """A new process group of the ranks that have this token; collective.
+
+        Nothing ends gloo's wait for a rank that does not come. So it is a thread that waits, which
+        is left there by a verdict, until the deadline.
+        """
+        world = dist.group.WORLD
+        store = None if world is None else store_of(world)
+        if store is None:
+            raise RuntimeError("the process group was destroyed")
+        space = dist.PrefixStore(f"weft/verbs/{token}", store)
+        place = self._device.type, space, self._numbers[self.rank], self.size
+        found: list[dist.ProcessGroup | RuntimeError] = []
 
         def make() -> None:
-            world = dist.group.WORLD
-            store = None if world is None else store_of(world)
-            if store is None:
-                raise RuntimeError("the process group was destroyed")
-            space = dist.PrefixStore(f"weft/verbs/{token}", store)
-            seconds = self._group.timeout
-            kind = self._device.type
-            self._made = new_process_group(self._backend, kind, space, number, self.size, seconds)
+            try:
+                found.append(new_process_group(self._backend, *place, self._group.timeout))
+            except RuntimeError as error:
+                found.append(error)
 
-        self._wait("the making of a process group", make)
+        maker = threading.Thread(target=make, name="weft process group", daemon=True)
+        maker.start()
+        while not join(maker, NAP):
+            if self._failure is not None:
+                raise RuntimeError(self._failure.text)
+        (made,) = found
+        if isinstance(made, RuntimeError):
+            raise made
+        return made
 
     def _count(self, nbytes: Sequence[int]) -> None:
         """Count what goes to each rank."""
@@ -184,10 +203,11 @@ class GroupVerbs:
         if self._failure is not None:
             return
         self._failure = failure
-        group = self._made if self._is_own else self._group.process_group()
-        if group is not None:
-            end = _end_gloo if self._backend == "gloo" else _end
-            threading.Thread(target=end, args=[group], name="weft abort", daemon=True).start()
+        end = _end_gloo if self._backend == "gloo" else _end
+        # the program's own, too: whoever is to blame here would be awaited there
+        for group in (self._made, self._group.session.process_group()):
+            if group is not None:
+                threading.Thread(target=end, args=[group], name="weft abort", daemon=True).start()
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
