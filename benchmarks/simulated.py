@@ -44,7 +44,7 @@ from weft.sparse import ALGORITHMS, Sizes
 from weft.sparse import run as calls
 from weft.sparse.request import Request
 from weft.testing.threads import Crew, on_groups
-from weft.wire.interface import Failure, Features, WireFailed
+from weft.wire.interface import Failure, WireFailed
 
 
 class SmallBlocks(Pool):
@@ -172,8 +172,6 @@ class Wire:
         self.node = nodes[rank]
         self.network = network
         self.nodes = nodes
-        self.device = torch.device("cpu")
-        self.features = Features()
         self.near = frozenset([rank])
         self.thread: int | None = None
         self._failure: Failure | None = None

@@ -17,7 +17,7 @@ def test_what_a_group_is(group):
     assert len(group.hosts) == group.size and group.hosts.count(group.hosts[0]) == group.size
 
 
-@spmd(4)
+@spmd(4, on=("threads",))
 def test_a_failure_of_one_view_is_one_of_all(group):
     part = group.subset([3, 1, 2]) if group.rank else group
     if group.rank == 3:

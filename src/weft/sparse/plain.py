@@ -39,6 +39,7 @@ from ..call.attempt import confess, preparing
 from ..call.opening import Opening, opened
 from ..group.group import Group
 from ..kernels import Distinct
+from ..kernels.kinds import Kinds
 from ..verbs.carrier import carried_by, own_device, verbs_of
 from ..verbs.interface import Verbs
 from ..verbs.posted import PostedVerbs
@@ -209,31 +210,17 @@ def _distinct(verbs: Verbs, request: Request) -> Distinct:
         return request.look().distinct
     if not indices.numel():
         return Distinct(indices, None, None)
-    ascending, order = torch.sort(indices, stable=True)
-    kinds = _kinds(ascending)
-    starts = torch.searchsorted(kinds, _counting(len(kinds) + 1, kinds))
-    ends = ascending[:1], ascending[-1:]
-    numbers = torch.cat([kinds[-1:], starts.diff().max().view(1), *ends])  # promotes to int64
-    count, most, *ends_read = verbs.read(numbers)
-    request.take_ends(*ends_read)
+    kinds = Kinds.of(indices)
+    most = kinds.starts(len(indices)).diff().max().view(1)
+    ends = kinds.ascending[:1], kinds.ascending[-1:]
+    numbers = torch.cat([kinds.total, most, *ends])  # promotes to int64
+    count, repeats, *found = verbs.read(numbers)
+    request.take_ends(*found)
     if request.highest == _LAST:
         raise WeftError(f"index {_LAST} is too large for a device: pass .cpu()")
-    if count == len(ascending):
-        return Distinct(ascending, order, None, 1)
-    starts = starts[: count + 1]
-    return Distinct(ascending.index_select(0, starts[:-1]), order, starts, most)
-
-
-def _kinds(ascending: Tensor) -> Tensor:
-    """For each of sorted indices how many different ones there are up to it."""
-    first = torch.ones_like(ascending, dtype=torch.bool)
-    torch.ne(ascending[1:], ascending[:-1], out=first[1:])
-    return torch.cumsum(first, 0)
-
-
-def _counting(count: int, like: Tensor) -> Tensor:
-    """The numbers from 1 on, so many."""
-    return torch.arange(1, count + 1, device=like.device)
+    if count == len(indices):
+        return Distinct(kinds.ascending, kinds.order, None, 1)
+    return kinds.distinct(count, repeats)
 
 
 # sums
@@ -335,23 +322,17 @@ def _united(call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
 
         return union.indices, combine
 
-    total = sum(call.counts)
-    ascending, order = torch.sort(lists, stable=True)  # equal ones by their rank
-    ascending = ascending[:total]  # without those that only fill the lists
-    order = order[:total]
-    kinds = _kinds(ascending)
-    (count,) = call.verbs.read(kinds[-1:])
-    starts = torch.searchsorted(kinds, _counting(count + 1, kinds))
-    indices = ascending.index_select(0, starts[:-1])
-    segments = Distinct(indices, None, starts, ranks)
-    rank = torch.div(order, capacity, rounding_mode="floor")
+    kinds = Kinds.of(lists, sum(call.counts))  # without what only fills the lists
+    (count,) = call.verbs.read(kinds.total)
+    segments = kinds.distinct(count, ranks)._replace(order=None)
+    rank = torch.div(kinds.order, capacity, rounding_mode="floor")
 
     def combine_segments(table: Tensor, front: int, out: Tensor) -> None:
-        where = order + rank * front + front  # of a row, among those of all buffers
+        where = kinds.order + rank * front + front  # of a row, among those of all buffers
         rows = table.index_select(0, where).to(out.dtype)
         kernels.reduce(rows, segments, op, out=out)
 
-    return indices, combine_segments
+    return segments.indices, combine_segments
 
 
 def _finish(call: Call, sums: Tensor, out: Tensor) -> None:
@@ -397,9 +378,9 @@ def _table_summed(call: Call) -> tuple[Tensor, Tensor]:
     is_there = torch.zeros(height, dtype=torch.uint8, device=device).index_fill_(0, where, 1)
     call.verbs.all_reduce(table, "sum")
     call.verbs.all_reduce(is_there, "max")
-    kinds = torch.cumsum(is_there, 0)
-    (count,) = call.verbs.read(kinds[-1:])
-    indices = torch.searchsorted(kinds, _counting(count, kinds))
+    upto = torch.cumsum(is_there, 0)
+    (count,) = call.verbs.read(upto[-1:])
+    indices = torch.searchsorted(upto, torch.arange(1, count + 1, device=device))
     found = fresh((count, width), given.values.dtype, device)
     _finish(call, table.index_select(0, indices), found)
     return indices, found

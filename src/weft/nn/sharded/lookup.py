@@ -29,7 +29,7 @@ from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
 from ...group.group import Group
-from ...kernels import Distinct
+from ...kernels.kinds import Kinds
 from ...kernels.ops import OPS
 from ...verbs.group import read
 
@@ -86,9 +86,9 @@ class Search(NamedTuple):
             if starts is not None:
                 place = place.repeat_interleave(starts.diff(), output_size=len(flat))
         else:
-            ascending, order, kinds, count = _sorted(flat)
-            found = ascending[-1:].repeat(len(flat)).scatter_(0, kinds - 1, ascending)
-            place = (kinds - 1).to(flat.dtype)
+            ascending, order, upto, count = Kinds.of(flat)
+            found = ascending[-1:].repeat(len(flat)).scatter_(0, upto - 1, ascending)
+            place = (upto - 1).to(flat.dtype)
         if order is not None:
             place = torch.empty_like(place).scatter_(0, order, place)
         begins = torch.minimum(torch.searchsorted(found, there(bounds, found)), count)
@@ -98,15 +98,6 @@ class Search(NamedTuple):
 def has_kernels(tensor: Tensor) -> bool:
     """Whether kernels sort, and add; else operations of torch's do."""
     return tensor.is_cpu
-
-
-def _sorted(indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Indices in ascending order, and what sorts them, equal ones as they were; for each of these
-    how many different ones there are up to it; and how many in all, `[1]`."""
-    ascending, order = torch.sort(indices, stable=True)
-    is_first = torch.ones_like(ascending, dtype=torch.bool)
-    torch.ne(ascending[1:], ascending[:-1], out=is_first[1:])
-    return ascending, order, torch.cumsum(is_first, 0), is_first.sum().view(1)
 
 
 def description_of(tables: Sequence[Table]) -> str:
@@ -253,8 +244,8 @@ class _Owned(torch.autograd.Function):
         uses = torch.ones(1, dtype=torch.int64, device=messages[0].device)
         if many > 1:  # the optimizer of a table that no rank has used is not to see a gradient
             uses = torch.stack([message[:many] for message in messages]).ne(0).any(0).long()
-        unions = [] if has_kernels(uses) else [_sorted(torch.cat(each)) for each in runs]
-        known = read(ctx.group, torch.cat([uses, *(count for *_, count in unions)]))
+        unions = [] if has_kernels(uses) else [Kinds.of(torch.cat(each)) for each in runs]
+        known = read(ctx.group, torch.cat([uses, *(each.total for each in unions)]))
         pieces = []
         for message, of_tables in zip(messages, ctx.asked, strict=True):
             pieces.append(_rows_in(message, [len(indices) for indices in of_tables], ctx.widths))
@@ -264,24 +255,20 @@ class _Owned(torch.autograd.Function):
                 found.append(None)
                 continue
             if unions:
-                indices, sums = _merged(*unions[number], known[many + number], values)
+                indices, sums = _merged(unions[number], known[many + number], values)
             else:
                 indices, sums = kernels.merge([*zip(runs[number], values, strict=True)], OPS["sum"])
             found.append(ctx.gradients[number](indices, sums, len(values)))
         return None, None, None, *found
 
 
-def _merged(
-    ascending: Tensor, order: Tensor, kinds: Tensor, _: Tensor, count: int, runs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """As `kernels.merge`, of the rows of all ranks, whose indices were `_sorted` together."""
-    starts = torch.searchsorted(kinds, torch.arange(1, count + 2, device=kinds.device))
-    indices = ascending.index_select(0, starts[:-1])
+def _merged(kinds: Kinds, count: int, runs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """As `kernels.merge`, of the rows of all ranks, whose indices are of so many kinds."""
     values = torch.cat([*runs])
     dtype = OPS["sum"].accumulator(values.dtype)
     sums = values.new_empty((count, *values.shape[1:]), dtype=dtype)
-    distinct = Distinct(indices, order, starts, len(runs))
-    return indices, kernels.reduce(values, distinct, OPS["sum"], out=sums)
+    distinct = kinds.distinct(count, len(runs))
+    return distinct.indices, kernels.reduce(values, distinct, OPS["sum"], out=sums)
 
 
 def _gradient(
