@@ -261,9 +261,12 @@ def _rows_summed(call: Call) -> tuple[Tensor, Tensor]:
         if start == 0:
             indices, combine = _united(call, lists)
             found = fresh((len(indices), *shape), values.dtype, values.device)
-        sums = fresh((len(indices), *some.shape[1:]), call.partial, values.device)
+        out = found if step == width else found[:, columns]
+        sums = out
+        if not out.is_contiguous() or not out.dtype == call.partial == request.dtype:
+            sums = fresh((len(indices), *some.shape[1:]), call.partial, values.device)
         combine(table, front, sums)
-        _finish(call, sums, found if step == width else found[:, columns])
+        _finish(call, sums, out)
     return indices, found
 
 
