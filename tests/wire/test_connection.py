@@ -24,13 +24,7 @@ def ends():
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     with mine, theirs:
-        yield connected(1, mine), theirs
-
-
-def connected(peer, sock, segment=None):
-    connection = Connection(peer, segment)
-    connection.attach(sock)
-    return connection
+        yield Connection(1, mine), theirs
 
 
 def bytes_at(theirs):
@@ -112,7 +106,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
     with near, far:
         near.setblocking(False)
         far.setblocking(False)
-        sender = connected(1, near, shm.Peer(segment.fd, SEGMENT))
+        sender = Connection(1, near, shm.Peer(segment.fd, SEGMENT))
         message = torch.arange(100, dtype=torch.uint8)
         at = segment.stage(message)
         block = Block(segment, segment.stage(message))
@@ -130,7 +124,7 @@ def test_messages_in_a_segment_are_told_of_and_acknowledged(segment):
         sender.receive()
         assert sends[0].done and not block.readers
 
-        receiver = connected(0, far, shm.Peer(segment.fd, SEGMENT))
+        receiver = Connection(0, far, shm.Peer(segment.fd, SEGMENT))
         near.sendall(frames)
         receiver.receive()
         receives = [Receive(100), Receive(100)]
@@ -176,7 +170,7 @@ def test_what_lies_outside_of_a_segment_is_not_read(segment, offset, length):
     mine, theirs = socket.socketpair()
     with mine, theirs:
         mine.setblocking(False)
-        connection = connected(1, mine, shm.Peer(segment.fd, SEGMENT))
+        connection = Connection(1, mine, shm.Peer(segment.fd, SEGMENT))
         theirs.sendall(FRAME.pack(LENT, 0, length, offset))
         connection.receive()
         assert "where none may be" in connection.garbled

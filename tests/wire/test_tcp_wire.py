@@ -12,9 +12,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import psutil
 import pytest
 import torch
-from wire_ranks import make_wires, status_of
+from wire_ranks import far, make_wires, status_of
 
 from weft.base.memory import Pool
 from weft.base.pace import patient
@@ -22,8 +23,7 @@ from weft.kernels import jit
 from weft.wire.interface import Failure, WireFailed
 from weft.wire.tcp import connection, shm
 from weft.wire.tcp import wire as tcp
-from weft.wire.tcp.listener import Listener
-from weft.wire.tcp.wire import Far, TcpWire
+from weft.wire.tcp.wire import TcpWire
 
 
 @pytest.fixture
@@ -196,13 +196,10 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
     poll = select.poll
     monkeypatch.setattr(select, "poll", lambda: PollOfHandler(poll(), handlers))
     near, far = socket.socketpair()
-    listener = Listener("127.0.0.1", 8)
-    beyond = {2: listener.endpoint}
-    wire = TcpWire(0, 3, {1: near}, Pool(), far=Far(listener, beyond, 10.0))
+    wire = TcpWire(0, 2, {1: near}, Pool())
     other = threading.Thread(target=wire.close)  # which wakes who sleeps
 
     def make_ready():
-        socket.create_connection((listener.endpoint.address, listener.endpoint.port)).close()
         far.sendall(b"a part of a frame")
         other.start()
         time.sleep(0.1)
@@ -475,6 +472,23 @@ def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch, nothing_left):
     monkeypatch.setattr(shm, "exchange", dying)
     with nothing_left(), pytest.raises(ConnectionError, match="went away"):
         make_wires(tcp.make, 2)
+
+
+@pytest.mark.parametrize("make", [tcp.make, far])
+def test_ranks_are_connected_from_the_start_and_nobody_listens_then(make):
+    before = listening()
+    wires = make_wires(make, 3)
+    connected = [sorted(wire.connections) for wire in wires]
+    left = listening() - before
+    for wire in wires:
+        wire.close()
+    assert connected == [[1, 2], [0, 2], [0, 1]]
+    assert not left
+
+
+def listening():
+    sockets = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in sockets if each.status == "LISTEN"}
 
 
 @contextlib.contextmanager

@@ -229,12 +229,12 @@ def _memory_for(length: int) -> bytearray | memoryview:
 
 
 class Connection:
-    """One end of a connection. Until it has its socket (`attach`), messages wait.
+    """One end of a connection.
 
     Attributes:
         peer: the rank at the other end.
-        sock: connected, non-blocking; None: not connected yet.
-        fd: its number, also after it is closed; -1: there is none yet.
+        sock: connected, non-blocking.
+        fd: its number, also after it is closed.
         polled: the events that the wire polls it for now; 0: none.
         lost: why nothing moves here any more, or "".
         garbled: what the peer sent that is no message, or "".
@@ -246,16 +246,16 @@ class Connection:
         parts: what the socket has not taken yet of what is being sent.
     """
 
-    def __init__(self, peer: int, segment: shm.Peer | None) -> None:
+    def __init__(self, peer: int, sock: socket.socket, segment: shm.Peer | None = None) -> None:
         self.peer = peer
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.is_far = sock.family != socket.AF_UNIX
         self.segment = segment
         self._readable = -1 if segment is None else segment.nbytes  # bytes that may be announced
-        self.sock: socket.socket | None = None
-        self.fd = -1
         self.polled = 0
         self.lost = ""
         self.garbled = ""
-        self.is_far = False
         # what is to be received, by channel
         self._receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._receive_count: dict[int, int] = defaultdict(int)  # so far
@@ -287,12 +287,6 @@ class Connection:
         self._owed = 0  # the bytes of the messages that READ frames among these are of
         self.due = False
 
-    def attach(self, sock: socket.socket) -> None:
-        """Give it its socket, connected and non-blocking."""
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.is_far = sock.family != socket.AF_UNIX
-
     @property
     def busy(self) -> bool:
         """Whether messages move only if somebody calls `flush` or `receive`."""
@@ -303,7 +297,7 @@ class Connection:
     @property
     def unsent(self) -> bool:
         """Whether something waits for the socket to take it."""
-        return bool(self.parts or self._admitted) and self.sock is not None and not self.lost
+        return bool(self.parts or self._admitted) and not self.lost
 
     # sending
 
@@ -333,8 +327,6 @@ class Connection:
     def flush(self) -> None:
         """Send what may be sent and the socket takes."""
         self.due = False
-        if self.sock is None:
-            return
         parts = self.parts
         while not self.lost and (parts or self._admitted or self._notes):
             if not parts:
@@ -431,8 +423,6 @@ class Connection:
 
     def receive(self) -> bool:
         """Read what is there, up to `_SHARE` bytes; whether there was anything."""
-        if self.sock is None:
-            return False
         moved = 0
         while not self.lost and moved < _SHARE:
             into = self._into
@@ -473,7 +463,7 @@ class Connection:
         On a slow link a long message comes packet by packet, and waking up for each would cost more
         than everything else.
         """
-        if count != self._wakes_at and self.sock is not None and not self.lost:
+        if count != self._wakes_at and not self.lost:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
@@ -624,8 +614,6 @@ class Connection:
     def discard(self) -> None:
         """Read what is there, and drop it: to close with unread bytes would reset the connection,
         and with it what the peer has not read yet."""
-        if self.sock is None:
-            return
         dropped = 0
         with contextlib.suppress(OSError):
             while dropped < _SHARE and (count := self.sock.recv_into(self._ahead)):
@@ -636,9 +624,7 @@ class Connection:
 
         What a Unix socket takes is the peer's at once. Other systems than Linux do not say.
         """
-        if self.sock is None or self.lost or self.sock.family == socket.AF_UNIX:
-            return False
-        if not sys.platform.startswith("linux"):
+        if self.lost or not self.is_far or not sys.platform.startswith("linux"):
             return False
         with contextlib.suppress(OSError, ValueError):  # a handler has closed the socket
             state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -651,8 +637,7 @@ class Connection:
 
         A closed wire may be referenced for long, and messages may lie in its segment.
         """
-        if self.sock is not None:
-            self.sock.close()
+        self.sock.close()
         self.segment = None
         self._readable = -1
         self._into = None

@@ -3,29 +3,22 @@
 The thread that waits for a message moves all messages meanwhile, so no message passes from thread
 to thread. A wait sleeps in `poll` until a socket has something. While nobody waits and long
 messages are under way, as in the arithmetic between two waits, a thread moves them every few
-milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps, or looks once
-a second whether a rank of another host connects. Where there are none it is started when it is
-needed first; messages in a segment do not need it.
+milliseconds; in between the kernel buffers what comes. Otherwise that thread sleeps. It is started
+when it is needed first; messages in a segment do not need it.
 
-Ranks of one host are connected from the start, since they pass each other their segments. Ranks of
-two hosts connect when they first have messages for each other: the higher one connects to the
-listener of the lower one, which listens as long as the wire lives. Until then their messages wait.
-If the higher one does not come soon, the lower one connects: so it finds out where that one is
-gone. One that does not answer in `Far.timeout` seconds is lost.
+All ranks are connected from the start, and nobody listens while the wire lives.
 
 What threads wait for, and how long:
 
 * `finish`, until its messages are complete, and `finish_meeting`, until a meeting is: as long as
-  their callers say. A socket of a peer, one that is being connected or accepted, or the alarm,
-  which `abort` sets off, ends each sleep.
+  their callers say. A socket of a peer, or the alarm, which `abort` sets off, ends each sleep.
 * `_turn`, which a thread holds in all of its `finish`, asleep or not: so a `release` in another
   thread lasts as long as that wait. A `close` in another thread ends it, once what was sent is
   on its way.
 * `close`: up to `LINGER` until the systems of all peers have what was sent, and for the wire's
   thread. Where another thread is in a `finish`, that one sends the rest.
-* The wire's thread: until there is something to move, or the wire is closed; with ranks of other
-  hosts for `_IDLE_LOOK` at most.
-* `make`, for ranks of this host and their segments: until the deadline of the start.
+* The wire's thread: until there is something to move, or the wire is closed.
+* `make`, for all ranks, and for the segments of this host's: until the deadline of the start.
 
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
 receive that has got a part of its message, whatever happens to the socket. gloo also announces and
@@ -38,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import select
@@ -47,7 +39,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 from torch import Tensor
 
@@ -58,36 +50,17 @@ from ..interface import MEETS, Failure, Recv, Send, WireFailed
 from ..start import Start
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
-from .listener import (
-    AGAIN,
-    MESSAGES,
-    STRANGERS,
-    Acceptor,
-    Attempt,
-    Endpoint,
-    Listener,
-    is_transient,
-    is_without_files,
-    not_awaited,
-    send_at_once,
-    suit_distance,
-    unreachable,
-    without_files,
-)
+from .listener import MESSAGES, STRANGERS, Endpoint, Listener, suit_distance
 
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
 
 _TICK = 0.004  # seconds between two looks of the thread
 _LONG_TICK = 0.016  # the same at most, where another thread waits and moves everything
-_IDLE_LOOK = 1.0  # seconds between two looks of a thread that waits for ranks of other hosts alone
 _TURN_WAIT = 0.1  # seconds after which a close asks whoever waits again whether the rest is sent
 LINGER = 5.0  # seconds in which a close sends what is left
 _FIRST_NAP = 0.05  # seconds, after which a rank looks whether others wait for it in a circle
 _SPIN = 50e-6  # seconds that a wait looks by itself before it sleeps until it is woken
-LOWER_DELAY = 0.25  # seconds that the lower of two ranks waits before it connects, too
-PAUSE = 2 * _IDLE_LOOK  # without a look for as long this rank was paused, and nobody is late
-_CONNECTING = 60.0  # seconds in which a rank must be reached, also if the start has fewer left
 _BUFFER = 4 << 20  # bytes of a Unix socket's buffers; with the small default it is 4 times slower
 
 _CLOSED = Failure("aborted", None, "this end was closed")
@@ -95,21 +68,6 @@ _CLOSED = Failure("aborted", None, "this end was closed")
 _Received = tuple[Connection, Receive]
 _Message = tuple[Connection, Receive | connection.Outgoing]
 """A message and the connection that it is on."""
-
-
-@dataclass(frozen=True)
-class Far:
-    """How ranks of other hosts are reached.
-
-    Attributes:
-        listener: of this rank.
-        endpoints: of the ranks that are not connected yet.
-        timeout: seconds in which one must be reached, and after which one that is silent is lost.
-    """
-
-    listener: Listener
-    endpoints: Mapping[int, Endpoint]
-    timeout: float
 
 
 class TcpWire:
@@ -130,7 +88,6 @@ class TcpWire:
         memory: Pool,
         segment: shm.Segment | None = None,
         segments: Mapping[int, shm.Peer] | None = None,
-        far: Far | None = None,
         *,
         meets: bool = False,
     ) -> None:
@@ -141,7 +98,6 @@ class TcpWire:
             memory: where leases are from, which the segment is the source of.
             segment: of this rank.
             segments: of the peers that share memory with this rank, mapped here.
-            far: how peers are reached that are not connected yet; the wire closes its listener.
             meets: whether ranks meet that share a host: all ranks have said so, and each has
                 mapped the segments of all others of its host.
         """
@@ -162,19 +118,6 @@ class TcpWire:
             end.setblocking(False)
         if self._alarm:
             self._poll.register(self._alarm[0], select.POLLIN)
-        for peer in {*sockets, *(far.endpoints if far else ())}:
-            self.connections[peer] = Connection(peer, (segments or {}).get(peer))
-        self._far = far
-        # Peers of other hosts that a message is for, and that are neither connected nor lost, each
-        # with the time when it is late. Until then an attempt is under way, or due.
-        self._unconnected: dict[int, float] = {}
-        self._attempts: dict[int, Attempt] = {}  # under way, by descriptor
-        self._due: dict[int, float] = {}  # when to attempt it, by peer
-        self._last_look = -math.inf  # when this rank looked last at who is due, and who is late
-        self._acceptor: Acceptor | None = None
-        if far is not None:
-            self._acceptor = far.listener.acceptor(rank, len(far.endpoints))
-            self._poll.register(self._acceptor, select.POLLIN)
         # Who moves messages holds it. Reentrant, since a collection of garbage may close a wire in
         # the middle of anything.
         self._turn = threading.RLock()
@@ -194,13 +137,12 @@ class TcpWire:
         self._is_closed = False
         _made.add(self)
         for peer, sock in sockets.items():
-            self._on_connected(peer, sock)
-
-    def start(self) -> None:
-        """Have ranks of other hosts accepted, whatever this rank does meanwhile."""
-        if self._acceptor is not None:
-            with self._turn:
-                self._wake_thread()
+            sock.setblocking(False)
+            suit_distance(sock)
+            link = Connection(peer, sock, (segments or {}).get(peer))
+            self.connections[peer] = link
+            self._by_fd[link.fd] = link
+            self._watch(link)
 
     def post(
         self, sends: Sequence[Send] = (), recvs: Sequence[Recv] = (), channel: int = 0
@@ -253,9 +195,6 @@ class TcpWire:
             if link.due:
                 link.flush()
                 self._watch(link)
-            if link.sock is None and not link.lost:
-                self._connect_to(link.peer)
-                needs_thread = True
         if needs_thread:
             self._wake_thread()
         return receives, messages
@@ -369,8 +308,6 @@ class TcpWire:
         for link in self.connections.values():
             if link.polled:
                 self._poll.register(link.fd, link.polled)
-        for fd in self._attempts:
-            self._poll.register(fd, select.POLLIN)
         while self._failure is None and self._has_unsent():
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -407,9 +344,6 @@ class TcpWire:
         self._fail(Failure("broken", self.rank, "this process was forked"))
         if self.segment is not None:
             self.segment.after_fork()
-        if self._acceptor is not None:
-            self._acceptor.abandon()
-        self._acceptor = None
 
     def _release_all(self) -> None:
         self._is_closed = True
@@ -419,13 +353,6 @@ class TcpWire:
             self.segment.close()
         for link in self.connections.values():
             link.close()
-        for attempt in self._attempts.values():
-            attempt.sock.close()
-        self._attempts.clear()
-        if self._acceptor is not None:
-            self._acceptor.close()
-        if self._far is not None:
-            self._far.listener.close()
         for end in self._alarm:
             end.close()
 
@@ -564,15 +491,13 @@ class TcpWire:
                     return
                 link = self._by_fd.get(fd)
                 if link is None:
-                    self._handle_other(fd)
+                    self._on_alarm()
                 elif self._failure is None:  # else nothing may write to anybody's memory
                     if event & ~select.POLLOUT:  # bytes, an error, or the end
                         link.receive()
                     if link.due or event & select.POLLOUT:
                         link.flush()
                     self._watch(link)
-            if self._unconnected and not self._is_closed:
-                self._go_on_connecting()
         except BaseException as error:  # of a handler of a signal: a message may be half moved
             if self._is_closed and isinstance(error, KeyError | OSError | ValueError):
                 return  # a handler has closed this wire, at any point above: what it took is missed
@@ -652,7 +577,7 @@ class TcpWire:
         """Poll for what the connection wants now; nothing, if it is lost."""
         self._has_lost |= bool(link.lost)
         wanted = 0
-        if link.sock is not None and not link.lost:
+        if not link.lost:
             wanted = select.POLLIN | select.POLLOUT if link.parts else select.POLLIN
         if wanted == link.polled:
             return
@@ -665,145 +590,6 @@ class TcpWire:
         link.polled = wanted
         if wanted & select.POLLOUT:
             self._wake_thread()
-
-    # connecting to ranks of other hosts
-
-    def _connect_to(self, peer: int) -> None:
-        """Connect to a rank, unless that is under way; to a higher one only if it does not come."""
-        assert self._far is not None
-        if peer in self._unconnected:
-            return
-        now = time.monotonic()
-        self._unconnected[peer] = now + self._far.timeout
-        if peer < self.rank:
-            self._attempt(peer)
-        else:
-            self._due[peer] = now + LOWER_DELAY
-
-    def _attempt(self, peer: int) -> None:
-        """Begin to connect to a rank."""
-        assert self._far is not None
-        endpoint = self._far.endpoints[peer]
-        try:
-            attempt = self._far.listener.attempt(self.rank, peer, endpoint, MESSAGES)
-        except OSError as error:
-            if is_without_files(error):
-                self._fail_without_files(f"a connection to rank {peer}", error)
-            else:
-                self._on_failed_attempt(peer, error)
-            return
-        self._attempts[attempt.sock.fileno()] = attempt
-        self._poll.register(attempt.sock, select.POLLIN)
-
-    def _on_failed_attempt(self, peer: int, error: OSError) -> None:
-        """Have another one made later if that may help; else the peer is lost."""
-        now = time.monotonic()
-        if is_transient(error) and now < self._unconnected[peer]:
-            self._due[peer] = now + AGAIN
-        else:
-            self._give_up(peer, error)
-
-    def _give_up(self, peer: int, error: OSError) -> None:
-        """Lose a peer that cannot be reached."""
-        assert self._far is not None
-        self._end_attempts(peer)
-        link = self.connections[peer]
-        link.lose(unreachable(self._far.endpoints[peer], error))
-        self._watch(link)
-
-    def _end_attempts(self, peer: int) -> None:
-        """Neither go on nor begin to connect to a peer."""
-        for fd in [fd for fd, attempt in self._attempts.items() if attempt.peer == peer]:
-            self._attempts[fd].sock.close()
-            self._forget_attempt(fd)
-        self._due.pop(peer, None)
-        self._unconnected.pop(peer, None)
-
-    def _go_on_connecting(self) -> None:
-        """Attempt to connect to those that are due, and give up those that are late."""
-        assert self._far is not None
-        now = time.monotonic()
-        was_paused = now - self._last_look > PAUSE
-        self._last_look = now
-        if was_paused:  # it was stopped, or busy in foreign code: answers may have come meanwhile
-            self._unconnected = dict.fromkeys(self._unconnected, now + self._far.timeout)
-        for peer, end in list(self._unconnected.items()):
-            if now >= end:
-                silence = f"no answer within {self._far.timeout:g} s"
-                self._give_up(peer, TimeoutError(silence))
-            elif self._due.get(peer, math.inf) <= now:
-                del self._due[peer]
-                self._attempt(peer)
-
-    def _fail_without_files(self, what: str, error: OSError) -> None:
-        """Fail, because of this process and no peer."""
-        self._fail(Failure("broken", self.rank, without_files(what, error)))
-
-    def _handle_other(self, fd: int) -> None:
-        """Go on with a connection that is not made yet, or read what has woken this thread."""
-        if fd in self._attempts:
-            self._advance(fd)
-        elif self._acceptor is not None and fd == self._acceptor.fileno():
-            self._accept()
-        else:
-            self._on_alarm()
-
-    def _advance(self, fd: int) -> None:
-        """Go on with an attempt."""
-        attempt = self._attempts[fd]
-        try:
-            is_through = attempt.advance()
-        except OSError as error:
-            self._forget_attempt(fd)
-            attempt.sock.close()
-            self._on_failed_attempt(attempt.peer, error)
-            return
-        if is_through:
-            self._forget_attempt(fd)
-            self._on_connected(attempt.peer, attempt.sock)
-
-    def _forget_attempt(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        del self._attempts[fd]
-
-    def _accept(self) -> None:
-        """Take the connections of ranks that have proved who they are.
-
-        Of two ranks that connect to each other at the same time, the connection that the higher one
-        makes is kept, once it has reached the other: this rank then closes that of a lower one.
-        Before, it takes that and ends its own attempt, which may never reach anybody: a firewall
-        may let pass one way alone.
-        """
-        assert self._acceptor is not None
-        try:
-            for candidate, peer, lane in self._acceptor.proven(0.0):
-                link = self.connections.get(peer)
-                if lane != MESSAGES or link is None or link.lost:
-                    self._acceptor.refuse(candidate, not_awaited(peer))
-                elif link.sock is not None or (peer < self.rank and self._has_reached(peer)):
-                    candidate.sock.close()
-                else:
-                    self._on_connected(peer, self._acceptor.confirm(candidate))
-        except OSError as error:
-            if not is_without_files(error):
-                raise
-            self._fail_without_files("a connection that has come", error)
-
-    def _has_reached(self, peer: int) -> bool:
-        """Whether an attempt has reached a peer, which may take it from now on."""
-        return any(each.peer == peer and each.has_said_hello for each in self._attempts.values())
-
-    def _on_connected(self, peer: int, sock: socket.socket) -> None:
-        """Use a socket for a peer: end this rank's own attempt, and send what has waited for it."""
-        self._end_attempts(peer)
-        sock.setblocking(False)
-        send_at_once(sock)
-        suit_distance(sock)
-        link = self.connections[peer]
-        link.attach(sock)
-        self._by_fd[link.fd] = link
-        link.flush()
-        self._watch(link)
 
     # the thread that moves messages while nobody waits
 
@@ -824,8 +610,7 @@ class TcpWire:
         try:
             while True:
                 if not self._is_awake:
-                    with contextlib.suppress(queue.Empty):
-                        self._bell.get(timeout=None if self._acceptor is None else _IDLE_LOOK)
+                    self._bell.get()
                 if self._is_closed:
                     return
                 time.sleep(pause)
@@ -910,14 +695,13 @@ def make(start: Start) -> TcpWire:
     """
     own_kind = meeting.architecture()
     deadline = time.monotonic() + start.timeout
-    with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
-        address = own_address(start.store)
-        listener = stack.enter_context(Listener(address, start.size + STRANGERS, start.host))
+    address = own_address(start.store)
+    with Listener(address, start.size + STRANGERS, start.host) as listener:
         peers, kinds = _exchange_endpoints(start, listener.endpoint, own_kind)
-        meets = own_kind != "" and kinds == {own_kind}
-        near = {peer: each for peer, each in peers.items() if each.host == start.host}
-        far = {peer: each for peer, each in peers.items() if each.host != start.host}
-        sockets = listener.connect(start.rank, near, MESSAGES, deadline, start.check, far)
+        sockets = listener.connect(start.rank, peers, MESSAGES, deadline, start.check)
+    meets = own_kind != "" and kinds == {own_kind}
+    near = {peer for peer, each in peers.items() if each.host == start.host}
+    with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
         for sock in sockets.values():
             stack.callback(sock.close)
         near_sockets = _near_sockets(sockets)
@@ -928,23 +712,10 @@ def make(start: Start) -> TcpWire:
         segments = shm.exchange(segment, near_sockets, deadline)
         if meets:
             has_room = segment is None or segment.reserved == reserved
-            meets = _all_say(start, has_room and segments.keys() == near.keys())
-        # what is left of the start may be next to nothing, where a rank came late
-        timeout = max(start.timeout, _CONNECTING)
+            meets = _all_say(start, has_room and segments.keys() == near)
         wire = TcpWire(
-            start.rank,
-            start.size,
-            sockets,
-            start.memory,
-            segment,
-            segments,
-            Far(listener, far, timeout) if far else None,
-            meets=meets,
+            start.rank, start.size, sockets, start.memory, segment, segments, meets=meets
         )
-        stack.callback(wire.close)
-        wire.start()
-        if not far:
-            listener.close()
         stack.pop_all()
     return wire
 
