@@ -11,8 +11,6 @@ import time
 
 import pytest
 
-from weft.base.pace import patient
-from weft.failure import links as links_module
 from weft.failure.links import SocketLinks, links_of_threads
 
 
@@ -239,35 +237,12 @@ def test_nothing_follows_a_message_of_which_a_part_was_sent():
         links.close()
 
 
-def test_threads_that_close_together_hear_nothing_of_it(monkeypatch, nothing_left):
-    """Of n ranks that each told all others, the last would have heard n messages."""
-    monkeypatch.setattr(links_module, "GOODBYES", patient(60.0))
-    with nothing_left():
-        ranks = links_of_threads(64)
-        readers = [Reader(links) for links in ranks]
-        for links in ranks:
-            links.close(b"goodbye")
-    assert [reader.data for reader in readers] == [{}] * 64
-
-
 def test_a_thread_that_begins_later_wakes_nobody():
     ranks = links_of_threads(8)
     readers = [Reader(links) for links in ranks]
     ranks[1].send(0, b"x")
     readers[0].has(lambda reader: reader.data == {1: b"x"})
     assert [reader.times for reader in readers[1:]] == [[]] * 7
-    for links in ranks:
-        links.close()
-
-
-def test_threads_share_one_thread():
-    before = set(threading.enumerate())  # of which some may end meanwhile
-    ranks = links_of_threads(64)
-    readers = [Reader(links) for links in ranks]
-    assert len(set(threading.enumerate()) - before) == 1
-    for links in ranks[1:]:
-        links.send(0, b"x")
-    readers[0].has(lambda reader: len(reader.data) == 63)
     for links in ranks:
         links.close()
 

@@ -4,14 +4,13 @@ What is sent on a link comes in order, or the link ends. `SocketLinks` has a soc
 `links_of_threads` joins ranks that are threads of one process: there a queue takes all bytes.
 
 A thread sleeps on the links and calls the detector, its *reader*: when something has come, and when
-the reader's time has come. Ranks that are threads share one such thread.
+the reader's time has come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import queue
 import selectors
 import socket
@@ -25,8 +24,6 @@ from ..rendezvous.address import NO_SIGNAL
 LONGEST = 1 << 16
 """Bytes that are read at once, and of a message between detectors at most."""
 PATIENCE = 5.0  # seconds that a close waits for the thread, which lets go itself if it is later
-_AT_ONCE = 1000  # messages of threads that are taken from the queue before readers are called
-GOODBYES = 0.1  # seconds in which goodbyes of threads are collected, as whole groups say them
 # how a link ends where the network is at fault; in any other way it ends because the peer does
 _NETWORK_FAULTS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
@@ -45,12 +42,17 @@ class News(NamedTuple):
     error: str = ""
 
 
+# of one rank, for its thread, which None wakes. A collection of garbage may bring a thread to `put`
+# in the middle of another
+Inbox = queue.SimpleQueue[News | None]
+
+
 class Reader(Protocol):
     """Who is told what comes on the links of one rank, by their thread alone."""
 
     def due(self) -> float:
         """When to be called at the latest, by `time.monotonic`. An earlier time than before counts
-        from the next call on, or from the next `wake`. `SocketLinks.start` may ask, too."""
+        from the next call on, or from the next `wake`. `start` may ask, too."""
 
     def handle(self, news: Sequence[News], late: float) -> None:
         """Take what came.
@@ -207,8 +209,8 @@ def links_of_threads(size: int) -> list[QueueLinks]:
         >>> [links.peers() for links in links_of_threads(3)]
         [[1, 2], [0, 2], [0, 1]]
     """
-    shared = _Shared(size)
-    return [QueueLinks(rank, shared) for rank in range(size)]
+    inboxes: dict[int, Inbox] = {rank: queue.SimpleQueue() for rank in range(size)}
+    return [QueueLinks(rank, inboxes) for rank in range(size)]
 
 
 class QueueLinks:
@@ -217,127 +219,63 @@ class QueueLinks:
     Such a rank does not die alone, so a link has no end: who closes it has said so before.
     """
 
-    def __init__(self, rank: int, shared: _Shared) -> None:
+    def __init__(self, rank: int, inboxes: dict[int, Inbox]) -> None:
+        """
+        Args:
+            rank: this rank.
+            inboxes: of the ranks that have not closed their links; all of them share it.
+        """
         self._rank = rank
-        self._shared = shared
+        self._inboxes = inboxes
+        self._inbox = inboxes[rank]
 
     def peers(self) -> list[int]:
-        return sorted(self._shared.open - {self._rank})
+        return sorted(self._inboxes.keys() - {self._rank})
 
     def start(self, reader: Reader) -> None:
-        self._shared.add(self._rank, reader)
+        threading.Thread(target=self._run, args=[reader], name="weft detector", daemon=True).start()
 
     def send(self, peer: int, data: bytes) -> None:
-        ranks = self._shared.open
-        if peer in ranks and self._rank in ranks:
-            self._shared.queue.put((peer, News(self._rank, data)))
+        inbox = self._inboxes.get(peer)
+        if inbox is not None and self._rank in self._inboxes:
+            inbox.put(News(self._rank, data))
 
     def wake(self) -> None:
-        self._shared.queue.put((self._rank, None))
+        self._inbox.put(None)
 
     def close(self, goodbye: bytes = b"") -> None:
-        self._shared.remove(self._rank, goodbye)
+        if goodbye:
+            for peer in self.peers():
+                self.send(peer, goodbye)
+        self._inboxes.pop(self._rank, None)
+        self.wake()  # the thread ends
 
     def abandon(self) -> None:
         """Do nothing: the thread is the parent's, and a queue is no descriptor."""
 
-
-ControlLinks = SocketLinks | QueueLinks
-
-
-class _Shared:
-    """What the links of threads share: a queue, and the thread that calls all readers.
-
-    Attributes:
-        queue: whose reader is called, and what came for it; None: nothing, it was woken.
-        open: the ranks that have not closed their links.
-    """
-
-    def __init__(self, size: int) -> None:
-        # its `put` may be called in the middle of another, by a collection of garbage
-        self.queue: queue.SimpleQueue[tuple[int, News | None]] = queue.SimpleQueue()
-        self.open = set(range(size))
-        self._lock = threading.RLock()
-        self._readers: dict[int, Reader] = {}
-        self._has_thread = False
-        self._due = math.inf  # the earliest time of a reader, or some time before that
-        # What ranks said as they closed, for all who are there when it is handed out. Ranks close
-        # together: told one by one, each of n would hear of n others that it waits for no more.
-        self._goodbyes: list[News] = []
-        self._handed_out = math.inf  # when these are handed out
-
-    def add(self, rank: int, reader: Reader) -> None:
-        due = reader.due()
-        with self._lock:
-            self._readers[rank] = reader
-            is_earlier = due < self._due
-            self._due = min(due, self._due)
-            if not self._has_thread:
-                threading.Thread(target=self._run, name="weft detectors", daemon=True).start()
-                self._has_thread = True
-            elif is_earlier:
-                self.queue.put((rank, None))
-
-    def remove(self, rank: int, goodbye: bytes = b"") -> None:
-        with self._lock:
-            if goodbye and rank in self.open:
-                self._goodbyes.append(News(rank, goodbye))
-            self.open.discard(rank)
-            self._readers.pop(rank, None)
-            is_last = not self._readers
-            is_first = bool(self._goodbyes) and self._handed_out == math.inf
-            if is_first:
-                self._handed_out = time.monotonic() + GOODBYES
-        if is_first or is_last:
-            self.queue.put((rank, None))  # the thread hears of a time, or ends
-
-    def _run(self) -> None:
-        """The thread: it ends where no reader is left."""
-        while True:
-            news = self._next(min(self._due, self._handed_out))
-            with self._lock:
-                if not self._readers:
-                    self._has_thread = False
+    def _run(self, reader: Reader) -> None:
+        """The thread."""
+        try:
+            while True:
+                due = reader.due()
+                news = self._next(due)
+                if self._rank not in self._inboxes:
                     return
-                readers = dict(self._readers)
-                for each in self._goodbyes_to_hand_out():
-                    for rank in readers:
-                        news.setdefault(rank, []).append(each)
-                late = time.monotonic() - self._due
-                if late < 0:  # nobody's time has come: those alone for whom something came
-                    readers = {rank: readers[rank] for rank in news if rank in readers}
-                else:  # all are called, and asked when they are due
-                    self._due = math.inf
-            for rank, reader in readers.items():
-                try:
-                    reader.handle(news.get(rank, []), late)
-                    due = reader.due()
-                except Exception as error:
-                    self.remove(rank)
-                    reader.fail(error)
-                    continue
-                with self._lock:
-                    self._due = min(self._due, due)
+                reader.handle(news, time.monotonic() - due)
+        except Exception as error:
+            reader.fail(error)
 
-    def _goodbyes_to_hand_out(self) -> list[News]:
-        """Those that were said, if it is time; with the lock held."""
-        if time.monotonic() < self._handed_out:
-            return []
-        # in this order, as a collection of garbage may bring this thread to `remove` in between
-        self._handed_out = math.inf
-        goodbyes, self._goodbyes = self._goodbyes, []
-        return goodbyes
-
-    def _next(self, due: float) -> dict[int, list[News]]:
-        """Sleep until something comes, or until a time; what came, by the rank that it is for."""
-        news: dict[int, list[News]] = {}
+    def _next(self, due: float) -> list[News]:
+        """Sleep until something comes, or until a time; what came."""
+        news = []
         seconds = min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
         with contextlib.suppress(queue.Empty):
-            rank, first = self.queue.get(timeout=seconds)
-            news[rank] = [] if first is None else [first]
-            for _ in range(_AT_ONCE):
-                rank, more = self.queue.get_nowait()
-                mine = news.setdefault(rank, [])
-                if more is not None:
-                    mine.append(more)
+            each = self._inbox.get(timeout=seconds)
+            while True:
+                if each is not None:
+                    news.append(each)
+                each = self._inbox.get_nowait()
         return news
+
+
+ControlLinks = SocketLinks | QueueLinks
