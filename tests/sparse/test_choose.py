@@ -9,7 +9,8 @@ import weft
 from cases import on_hosts
 from weft.schedules.hosts import Hosts
 from weft.sparse import ALGORITHMS, Sizes, choose
-from weft.sparse.choose import Line, chosen, first_served, is_eager, lines, serves
+from weft.sparse.choose import Line, chosen, first_served, lines, serves
+from weft.sparse.header import Header
 from weft.testing import run
 
 
@@ -73,20 +74,19 @@ def test_split_always_serves():
 
 
 def test_rows_that_fit_in_the_opening_are_eager_over_every_wire():
-    fitting = of(rows=527)  # 80 bytes, 527 rows with indices of 8 bytes, and 16: in 136 KiB
+    # 80 bytes, 527 rows with indices of 8 bytes, and 16: in 136 KiB
+    assert Header.fits(527, 8, 256, 8) and not Header.fits(528, 8, 256, 8)
+    assert Header.fits(7, 8, 256, 17) and not Header.fits(8, 8, 256, 17)  # of many ranks in 2 KiB
     for wire in ({}, {"chunk": 1 << 16, "gaps": True}):
-        assert is_eager(fitting.but(**wire), 8)
-        assert not is_eager(fitting.but(most=528, **wire), 8)
-        assert is_eager(of(17, rows=7).but(**wire), 8)  # of many ranks in 2 KiB
-        assert not is_eager(of(17, rows=8).but(**wire), 8)
+        assert chosen(of().but(**wire), "auto", is_eager=True).algorithm == "eager"
 
 
 def test_what_is_asked_for_runs_or_the_error_says_what_could():
-    assert chosen(of(), "doubling", 8) == Line("doubling", "it was asked for")
+    assert chosen(of(), "doubling", is_eager=False) == Line("doubling", "it was asked for")
     able = ", ".join(sorted(ALGORITHMS.keys() - {"holders"}))
     with pytest.raises(weft.WeftError, match=f"some rank has none, .* one of {able}$"):
-        chosen(of(compiled=False), "holders", 8)
-    assert chosen(of(compiled=False), "doubling", 8).algorithm == "doubling"
+        chosen(of(compiled=False), "holders", is_eager=False)
+    assert chosen(of(compiled=False), "doubling", is_eager=False).algorithm == "doubling"
 
 
 def test_explain_and_the_record_say_which_line_decided():

@@ -23,7 +23,7 @@ DRAWS = {
 def headers_of(name, ranks):
     parts = [DRAWS[name](torch.Generator().manual_seed(rank)).unique() for rank in range(ranks)]
     stated = [Header.of(part).of_one_of(ranks, rank) for rank, part in enumerate(parts)]
-    return parts, Header.of_all(stated)
+    return parts, Header.of_all(stated).with_points_of(stated)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 17, 24])
@@ -45,7 +45,7 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
     headers = [Header.of(torch.tensor(sorted(set(part)), dtype=torch.int64)) for part in parts]
     for header in headers:
         assert Header.unpack(memoryview(header.pack())).pack() == header.pack()
-    whole = Header.of_all(headers)
+    whole = Header.of_all(headers).with_points_of(headers)
     found = balanced_bounds(whole, len(parts))
     assert len(found) == len(parts) + 1
     assert found == sorted(found)

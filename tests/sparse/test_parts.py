@@ -42,8 +42,8 @@ def scatter(call, own):
 def posts(group, made):
     """What a part posts when it is made, and once it is started."""
     rows = weft.Rows(torch.arange(4), torch.ones(4, 2), 8)
-    request = Request.of(rows, "sum", "auto", None)
-    own, call = run.begun(group, request, "parts", looks=True)
+    request = Request.of(rows, "sum", "split", None)
+    own, call = run.begun(group, request, "parts")
     posted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call.group, "post", lambda *args: posted.append(args))

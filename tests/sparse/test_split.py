@@ -504,7 +504,8 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
 
 def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
-    header = Header.of_all([Header.of(part) for part in parts])
+    stated = [Header.of(part) for part in parts]
+    header = Header.of_all(stated).with_points_of(stated)
     union = torch.cat(parts).unique()
     bounds = balanced_bounds(header, 8, 4)
     assert bounds[0] == 0 and bounds[-1] == header.highest + 1 and len(bounds) == 5

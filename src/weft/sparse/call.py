@@ -48,7 +48,7 @@ class Call:
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
         partial: dtype of partial sums.
         divisor: what the result is divided by.
-        header: of all ranks together.
+        header: of all ranks together; with points in a step of another schedule.
         sizes: of the call.
         fields: the fingerprint that all agreed on.
         headers: of each rank; none in a step of another schedule.
@@ -93,6 +93,11 @@ class Call:
     def counts(self) -> list[int]:
         """How many rows each rank has; empty in a step of another schedule."""
         return [one.total for one in self.headers]
+
+    @property
+    def distribution(self) -> Header:
+        """The header with points, which say where all rows lie. Of rows that are combined."""
+        return self.header.with_points_of(self.headers) if self.headers else self.header
 
     @property
     def chunk_rows(self) -> int:

@@ -33,7 +33,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.errors import conclusion
-from .header import Header
 from .registry import ALGORITHMS, ALONE, EAGER
 from .relay import relay_memory
 from .sizes import Sizes
@@ -72,11 +71,6 @@ class Line(NamedTuple):
 
     algorithm: str
     why: str = ""
-
-
-def is_eager(sizes: Sizes, index_bytes: int) -> bool:
-    """Line 1: whether all ranks' rows, with indices of so many bytes, fit in the opening."""
-    return Header.fits(sizes.most, index_bytes, sizes.row, sizes.ranks)
 
 
 def lines(sizes: Sizes) -> Iterator[Line]:
@@ -153,22 +147,22 @@ def workspace(sizes: Sizes, algorithm: str) -> int:
     return 2 * sizes.most * sizes.incoming + relayed + lists  # rows that are summed elsewhere
 
 
-def chosen(sizes: Sizes, algorithm: str, index_bytes: int) -> Line:
+def chosen(sizes: Sizes, algorithm: str, *, is_eager: bool) -> Line:
     """What runs in a call, and why.
 
     Args:
         sizes: of the call.
         algorithm: that was asked for, or "auto".
-        index_bytes: of an index in the opening exchange.
+        is_eager: whether all rows came in the opening exchange.
 
     Raises:
         WeftError: the algorithm that was asked for cannot serve this call; the same on every rank.
     """
     if sizes.ranks == 1:
         return Line(ALONE, "the group has one rank")
+    if is_eager:
+        return Line(EAGER, "all rows fit in the opening exchange")
     if algorithm == "auto":
-        if is_eager(sizes, index_bytes):
-            return Line(EAGER, "all rows fit in the opening exchange")
         return first_served(sizes, lines(sizes))
     reason = reason_against(sizes, algorithm)
     if reason:

@@ -1,8 +1,8 @@
 """The header: what a rank says of its rows when a sparse all-reduce opens.
 
-A header is the body of a rank's statement. `run` finds the sizes of the call in those of all ranks;
-one made of all (`Header.of_all`) says where all rows lie. A rank with few rows sends the rows
-themselves instead of saying where they lie; when all ranks did, the call needs no second round.
+A header is the body of a rank's statement. `run` finds the sizes of the call in those of all ranks
+(`Header.of_all`). A rank with few rows sends the rows themselves instead of saying where they lie;
+when all ranks did, the call needs no second round.
 
 A header describes the distribution of a rank's indices by *points*: quantiles, each of which stands
 for an equal share of the rank's rows. `owners` cuts index ranges from the points of all ranks. So
@@ -31,7 +31,6 @@ POINTS = 128
 """Points of one rank."""
 
 _STATED = 2048  # points of all ranks together
-_KEPT = 1024  # points of the header of all ranks together
 _GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
 # the first fields of a header, in their order; then the number of points, and the bytes of one or,
 # if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
@@ -177,43 +176,36 @@ class Header(NamedTuple):
 
     @classmethod
     def of_all(cls, headers: Sequence[Header]) -> Header:
-        """The header of all ranks, from those of each in rank order.
+        """The header of all ranks, from those of each in rank order; without points."""
+        totals, highest, rates, compiled, *_ = zip(*headers, strict=True)
+        return cls(sum(totals), max(highest), min(rates), min(compiled))
 
-        The result has no points if a header carries rows, or has unsorted rows: then nobody needs
-        them, or the headers need `all_with_points` before.
+    def with_points_of(self, headers: Sequence[Header]) -> Header:
+        """This header of all ranks, with the points of each rank's header, all of sorted rows.
+
+        Those that carry the rows say instead where they lie.
         """
-        totals, highest, rates, compiled, points, weights, _ = zip(*headers, strict=True)
-        figures = sum(totals), max(highest), min(rates), min(compiled)
-        if any(one.rows is not None or (one.total and not one.points.size) for one in headers):
-            return cls(*figures)
-        of_all = np.concatenate(points)
-        order = np.argsort(of_all, kind="stable")
-        header = cls(*figures, of_all[order], np.concatenate(weights)[order])
-        return header._thinned(_KEPT)
+        stated = [one if one.rows is None else one.with_points(one.rows.indices) for one in headers]
+        points = np.concatenate([one.points for one in stated])
+        weights = np.concatenate([one.weights for one in stated])
+        order = np.argsort(points, kind="stable")
+        return self._replace(points=points[order], weights=weights[order])
 
     def of_one_of(self, ranks: int, rank: int) -> Header:
-        """This header of a rank with as many points as each of so many ranks states."""
-        return self._thinned(max(1, _STATED // ranks), rank * _GOLDEN % 65536)
+        """This header of a rank with as many points as each of so many ranks states.
 
-    def _thinned(self, most: int, phase: int = 0) -> Header:
-        """This header with so many points at most: each stands for the rows of some neighbours.
-
-        Args:
-            most: points that are left.
-            phase: which of the neighbours it is, from 0, the first, up to 65,535, the last.
+        Each of them stands for the rows of some neighbours, and is another one of these on each
+        rank.
         """
+        most = max(1, _STATED // ranks)
         count = self.points.size
         if count <= most:
             return self
         bounds = _evenly(count, most)
         starts = bounds[:-1]
+        phase = rank * _GOLDEN % 65536  # of 65,536: from the first neighbour to the last
         points = self.points[starts + (_between(bounds) * phase >> 16)]
         return self._replace(points=points, weights=np.add.reduceat(self.weights, starts))
-
-
-def all_with_points(headers: Sequence[Header]) -> list[Header]:
-    """The headers, all of sorted rows; those that carry the rows say instead where they lie."""
-    return [one if one.rows is None else one.with_points(one.rows.indices) for one in headers]
 
 
 def _rows_in(

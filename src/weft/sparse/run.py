@@ -28,9 +28,9 @@ from ..verbs.posted import PostedVerbs
 from . import plain
 from .call import Call, partial_dtype, row_bytes
 from .canonical import CanonicalRows
-from .choose import Line, chosen, is_eager
+from .choose import Line, chosen
 from .explanation import Explanation
-from .header import Header, all_with_points
+from .header import Header
 from .rate import fitted, known_rate, learn
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER, PLAIN
@@ -42,27 +42,23 @@ Body = Callable[[CanonicalRows, Call], tuple[Line, Rows]]
 """Gets this rank's rows and the call; returns what ran, and the result."""
 
 
-def begun(
-    group: Group, request: Request, name: str, *, looks: bool = False
-) -> tuple[CanonicalRows, Call] | plain.Call:
+def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call] | plain.Call:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
         group: the ranks that take part.
         request: the arguments on this rank.
         name: of the call.
-        looks: exchange headers only, even if the rows would fit in the opening exchange.
 
     Returns:
         Where the wire carries the rows: this rank's, canonical if they are to be combined, which
         the caller releases; and the call. Else the call that goes by verbs.
     """
-    may_be_eager = not looks and _may_be_eager(group, request)
     with preparing(group, name):
         verbs = _verbs_for(group, request)
         if verbs is None:
             rows = _canonical(request, group.memory)
-            header = _header(group, request, rows, eager=may_be_eager)
+            header = _header(group, request, rows)
             body = header.pack()
         else:
             distinct, body = plain.stated(verbs, request)
@@ -79,7 +75,7 @@ def begun(
         known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
     headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-    return rows, _call_of(group, request, opening.fields, headers, may_be_eager=may_be_eager)
+    return rows, _call_of(group, request, opening.fields, headers)
 
 
 def _verbs_for(group: Group, request: Request) -> Verbs | None:
@@ -111,15 +107,14 @@ def _canonical(request: Request, memory: Pool) -> CanonicalRows:
     return CanonicalRows(rows, distinct, request.op, request.dtype, memory)
 
 
-def _may_be_eager(group: Group, request: Request) -> bool:
-    """Whether this rank's rows may travel in the opening exchange, if they fit."""
-    return group.size > 1 and (request.moves or request.algorithm == "auto")
+def _header(group: Group, request: Request, rows: CanonicalRows) -> Header:
+    """This rank's header; it has the rows themselves, if these fit, and no algorithm is asked for.
 
-
-def _header(group: Group, request: Request, rows: CanonicalRows, *, eager: bool) -> Header:
-    """This rank's header; with `eager` it has the rows themselves, if they fit."""
+    Of ranks that all have few rows all do this: they have the same algorithm and row shape.
+    """
     row = row_bytes(tuple(request.rows.row_shape), request.dtype)
-    carries = eager and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
+    may_carry = group.size > 1 and request.algorithm == "auto"
+    carries = may_carry and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     header = Header.of(
         rows.indices,
         rate=known_rate(group),
@@ -130,12 +125,7 @@ def _header(group: Group, request: Request, rows: CanonicalRows, *, eager: bool)
 
 
 def _call_of(
-    group: Group,
-    request: Request,
-    fields: Mapping[str, str],
-    headers: list[Header],
-    *,
-    may_be_eager: bool,
+    group: Group, request: Request, fields: Mapping[str, str], headers: list[Header]
 ) -> Call:
     """The call, of which all ranks know the same."""
     rows = request.rows
@@ -143,12 +133,8 @@ def _call_of(
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
     header = Header.of_all(headers)
     sizes = _sizes(group, request, summed_as, headers, header)
-    rows_of_all = None
-    if may_be_eager and is_eager(sizes, rows.indices.itemsize):
-        rows_of_all = _rows_of_all(group, headers)
-    elif not request.moves and any(one.rows is not None for one in headers):
-        # some ranks' rows did not come, so those that came are not merged here
-        header = Header.of_all(all_with_points(headers))
+    came = [one.rows for one in headers if one.rows is not None]
+    is_eager = len(came) == group.size  # else those that came are not merged here
     return Call(
         group,
         op,
@@ -157,10 +143,10 @@ def _call_of(
         summed_as,
         divisor=group.size if op.mean else 1,
         header=header,
-        sizes=sizes if rows_of_all is not None else fitted(sizes, header.rate),
+        sizes=sizes if is_eager else fitted(sizes, header.rate),
         fields=fields,
         headers=headers,
-        rows_of_all=rows_of_all,
+        rows_of_all=came if is_eager else None,
     )
 
 
@@ -190,21 +176,6 @@ def _sizes(
         compiled=bool(of_all.compiled),
         hosts=hosts_of(group),
     )
-
-
-def _rows_of_all(group: Group, headers: Sequence[Header]) -> list[Rows]:
-    """The rows that came in the opening exchange, of each rank.
-
-    Raises:
-        WireError: a rank sent its header without them.
-    """
-    rows_of_all = []
-    for rank, header in enumerate(headers):
-        if header.rows is None:
-            name = group.rank_in_errors(rank)
-            raise group.fail(rank, f"rank {name} did not send its {header.total} rows")
-        rows_of_all.append(header.rows)
-    return rows_of_all
 
 
 def performed(
@@ -288,16 +259,17 @@ def sibling(call: Call, name: str) -> Line:
 
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
-    opened_as = begun(group, request, "explain", looks=True)
+    opened_as = begun(group, request, "explain")
     if isinstance(opened_as, plain.Call):
         return Explanation.of(Line(PLAIN, opened_as.why), opened_as.sizes)
-    _, call = opened_as
+    rows, call = opened_as
+    rows.release()
     return Explanation.of(_line(request, call), call.sizes)
 
 
 def _line(request: Request, call: Call) -> Line:
     """What runs."""
-    return chosen(call.sizes, request.algorithm, call.given.indices.itemsize)
+    return chosen(call.sizes, request.algorithm, is_eager=call.rows_of_all is not None)
 
 
 def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:

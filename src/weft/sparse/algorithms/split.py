@@ -54,7 +54,7 @@ def split(rows: CanonicalRows, call: Call) -> Rows:
 
 
 def _summed_by_all(rows: CanonicalRows, call: Call) -> Rows:
-    bounds = balanced_bounds(call.header, call.group.size)
+    bounds = balanced_bounds(call.distribution, call.group.size)
     scatter = SparseReduceScatter(call, rows, bounds)
     share = Share(call)
 
@@ -82,7 +82,8 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
     host = next(ranks for ranks in hosts if group.rank in ranks)
     place = host.index(group.rank)
     within = call.among(group.subset(host), call.sizes.in_host(len(host)))
-    bounds = balanced_bounds(call.header, group.size, places)
+    distribution = call.distribution
+    bounds = balanced_bounds(distribution, group.size, places)
     share = Share(call, within)
     with ExitStack() as leases:
 
@@ -99,7 +100,7 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
         if place < places:
             of_place = group.subset([ranks[place] for ranks in hosts])
             line, sizes = between_hosts(call.sizes)
-            header = call.header.within(bounds[place], bounds[place + 1])
+            header = distribution.within(bounds[place], bounds[place + 1])
             among = call.among(of_place, sizes, header, place=share.place, ready=share.send)
             ALGORITHMS[line.algorithm](CanonicalRows.of(sums, group.memory), among)
         else:

@@ -26,7 +26,6 @@ from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import Line
 from ..forms import Form, Reduction
-from ..header import Header, all_with_points
 from ..owners import balanced_bounds, reduce_to_owners, slices_between
 from ..record import note
 from ..request import NO_CHOICE, Request
@@ -161,10 +160,7 @@ def sums_in(bounds: Sequence[int], rows: CanonicalRows, call: Call) -> Rows:
 
 
 def _balanced(call: Call) -> list[int]:
-    header = call.header
-    if call.rows_of_all is not None:  # then nobody has said yet where rows lie
-        header = Header.of_all(all_with_points(call.headers))
-    bounds = balanced_bounds(header, call.group.size)
+    bounds = balanced_bounds(call.distribution, call.group.size)
     return bounds if call.height is None else [*bounds[:-1], call.height]
 
 
