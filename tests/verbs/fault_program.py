@@ -82,6 +82,7 @@ rows = weft.Rows(torch.arange(4000), torch.ones(4000, 120 // size), 40_000)
 small = weft.Rows(torch.arange(4000), torch.ones(4000, 4), 4000)
 parts = [torch.ones(40_000 + to) for to in range(size)]
 wanted = [torch.arange(rank, 4000)] * size
+sizes = [3000 + to for to in range(size)]
 layer = weft.nn.Repartition(weft.Partition((size, 1)), weft.Partition((1, size)))
 shard = torch.ones(64, 64 * size, requires_grad=True)
 model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 32, sparse=True), torch.nn.Linear(32, 32))
@@ -102,6 +103,8 @@ CALLS = {
     "table": lambda: weft.sparse_all_reduce(small),
     "all_to_all": lambda: weft.all_to_all(parts),
     "exchange later": lambda: weft.exchange(rows.values, wanted, async_op=True).wait(),
+    "all_gather_v": lambda: weft.all_gather_v(torch.ones(sizes[rank], 9), sizes),
+    "reduce_scatter_v": lambda: weft.reduce_scatter_v(torch.ones(sum(sizes), 9), sizes),
     "layer": lambda: layer(shard).sum().backward(),
     "sync_grads": sync_grads,
     "ddp": lambda: ddp(torch.arange(64).view(8, 8)).sum().backward(),
