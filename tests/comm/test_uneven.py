@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import weft
-from weft.comm import uneven
 from weft.testing import run, spmd
+from weft.verbs.carrier import verbs_of
 
 EVERYWHERE = ("threads", "verbs", "processes", "gloo")
 KINDS = {
@@ -125,7 +125,7 @@ def noted(verbs, began):
 @spmd(4, on=("verbs", "gloo"))
 def test_each_is_one_verb_and_what_is_too_uneven_is_not_padded(group):
     began = []
-    noted(group.worker.call("verbs", lambda: uneven.verbs_of(group, torch.device("cpu"))), began)
+    noted(group.worker.call("verbs", lambda: verbs_of(group, torch.device("cpu"))), began)
     for sizes in ([2, 2, 2, 2], [4, 2, 2, 2], [9, 0, 0, 0]):
         weft.all_gather_v(torch.ones(sizes[group.rank]), sizes)
     weft.reduce_scatter_v(torch.ones(9), [9, 0, 0, 0])

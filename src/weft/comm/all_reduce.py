@@ -12,7 +12,7 @@ elements that attain it, in equal shares.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +20,18 @@ from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.errors import check, entry, meant
-from ..base.memory import fresh, memory_of
+from ..base.memory import fresh
 from ..base.tensors import has_elements, lacking
 from ..call.attempt import preparing
 from ..call.mode import PLAIN, Mode
-from ..call.opening import Opening, opened
+from ..call.opening import Opening
 from ..group import default
 from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
-from ..verbs.carrier import carried_by, verbs_of
 from .differentiable import Linear, apply
-from .staging import most_to_all, unfollowed
+from .staging import opened_with, unfollowed
 
 _NAME = "all_reduce"
 _DIFFERENTIABLE = ("sum", "avg", "min", "max")
@@ -82,7 +81,7 @@ def all_reduce(
         said = f"{tensor.dtype}" + (f", sent as {wire_dtype}" if wire_dtype else "")
         # all that follows, backward too, is of a tensor of the dtype that travels
         given = tensor.to(travelling(tensor.dtype, wire_dtype))
-        reduction = Reduction(group, _NAME, op=str(name), fields={"dtype": said})
+        reduction = Reduction(group, _NAME, {"dtype": said}, op=str(name))
     return apply(reduction, [given])[0].to(tensor.dtype)
 
 
@@ -114,17 +113,15 @@ class Reduction(Linear):
 
     Attributes:
         op: its name.
-        fields: what else must be the same on all ranks, by name.
         attains: of an extremum, where this rank's elements are that.
     """
 
     op: str = "sum"
-    fields: Mapping[str, object] = field(default_factory=dict)
     attains: Tensor | None = None
 
     def adjoint(self, name: str) -> Reduction:
         op = self.op if self.attains is None else "sum"
-        return Reduction(self.group, name, op=op, fields=self.fields)
+        return Reduction(self.group, name, self.fields, op=op)
 
     def apply_adjoint(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         totals = super().apply_adjoint(gradients)
@@ -134,17 +131,16 @@ class Reduction(Linear):
         (ranks,) = super().apply_adjoint([attains])
         return [totals[0] * attains / ranks.clamp(min=1)]
 
-    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
         given = tensors[0]
         shape = tuple(given.shape)
         with preparing(self.group, self.name):
             total = fresh(shape, given.dtype, given.device).copy_(given)
         fields = {"op": self.op, **self.fields, "shape": shape}
         opening = reduce_in_place(self.group, self.name, fields, total, self.op, mode=mode)
-        self.number = opening.number
         if opening.records and self.op in ("min", "max"):
             self.attains = (given == total) | (given.isnan() & total.isnan())
-        return [total], opening.records
+        return [total], opening
 
 
 def reduce_in_place(
@@ -163,15 +159,10 @@ def reduce_in_place(
         tensor: contiguous; becomes what is reduced.
         op: one of `weft.kernels.OPS`, which there is for the dtype.
     """
-    with preparing(group, call):  # there may be no memory
-        verbs = verbs_of(group, tensor.device)
-        goes_along = verbs is None and tensor.nbytes <= most_to_all(group)
-        own = bytearray(memory_of(tensor) if goes_along else b"")
-    fields = {**fields, "device": carried_by(verbs)}
-    opening = opened(group, call, fields, own, mode=mode)
+    opening, _, goes_along = opened_with(group, call, fields, tensor, tensor.nbytes, mode)
     if not goes_along:
         dense.dense_all_reduce(group, tensor, op).wait()
-    elif own:
+    elif tensor.nbytes:
         bodies = opening.bodies(tensor.nbytes)
         parts = [torch.frombuffer(each, dtype=tensor.dtype) for each in bodies]
         dense.reduce(parts, op, tensor)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..base.memory import fresh, memory_of
 from ..base.tensors import Shape, as_bytes, wrong_dims
 from ..call.attempt import preparing
 from ..call.mode import Mode
-from ..call.opening import opened
+from ..call.opening import Opening, opened
 from ..group import default
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
@@ -88,20 +87,13 @@ def _wrong(inputs: object, size: int) -> str | None:
     return None
 
 
-@dataclass
 class Scatter(Linear):
-    """The collective: a tensor to each rank. It is its own adjoint.
-
-    Attributes:
-        fields: values that must be equal on all ranks, beside the dtype.
-    """
-
-    fields: dict[str, object] = field(default_factory=dict)
+    """The collective: a tensor to each rank. It is its own adjoint."""
 
     def adjoint(self, name: str) -> Scatter:
         return Scatter(self.group, name)
 
-    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
         group = self.group
         like = tensors[group.rank]
         with preparing(group, self.name):  # there may be no memory
@@ -112,7 +104,6 @@ class Scatter(Linear):
         fields = {**self.fields, "dtype": like.dtype, "device": carried_by(verbs)}
         private = [[each] for each in statements]
         opening = opened(group, self.name, fields, mode=mode, private=private)
-        self.number = opening.number
         shapes = [tuple(like.shape)] * group.size
         along: dict[int, Tensor] = {}
         for peer in group.peers:
@@ -121,7 +112,7 @@ class Scatter(Linear):
             if came is not None:
                 along[peer] = came
         if verbs is not None:
-            return _exchanged(verbs, tensors, shapes), opening.records
+            return _exchanged(verbs, tensors, shapes), opening
         results = [fresh(shape, like.dtype) for shape in shapes]
         results[group.rank].copy_(like)
         for peer, came in along.items():
@@ -129,7 +120,7 @@ class Scatter(Linear):
         large = [peer for peer in group.peers if tensors[peer].nbytes > eager[peer]]
         outgoing = {peer: tensors[peer] for peer in large}
         move(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
-        return results, opening.records
+        return results, opening
 
 
 def _exchanged(verbs: Verbs, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:

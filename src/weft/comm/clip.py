@@ -186,7 +186,7 @@ def _norms_over(
     raised: WeftError | None = None
     for group, values in parts.items():
         op = "max" if math.isinf(p) else "sum"
-        reduction = Reduction(group, _NAME, op=op, fields=fields)
+        reduction = Reduction(group, _NAME, fields, op=op)
         try:
             with preparing(group, _NAME):
                 check(error)

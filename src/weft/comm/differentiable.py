@@ -11,8 +11,8 @@ different orders raise an error, instead of mixing up gradients of the same size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..base.errors import WeftError, entry
 from ..base.tensors import has_elements, lacking, plain
 from ..call.attempt import preparing
 from ..call.mode import Mode
+from ..call.opening import Opening
 from ..group.group import Group
 
 
@@ -32,19 +33,21 @@ class Linear(ABC):
     Attributes:
         group: among whom.
         name: of the call.
+        fields: values that must be equal on all ranks, by name, beside those of the collective.
         number: of the call, among those of the group; known once it has run.
     """
 
     group: Group
     name: str
+    fields: Mapping[str, object] = field(default_factory=dict)
     number: int = 0
 
     @abstractmethod
-    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
-        """Run the collective on plain tensors, without autograd, inside the call's turn.
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
+        """Run the collective on tensors without autograd, inside the call's turn.
 
         Returns:
-            The results, and whether some rank records gradients.
+            The results, and what all ranks know of the call.
         """
 
     @abstractmethod
@@ -69,57 +72,48 @@ class Linear(ABC):
 
 def apply(collective: Linear, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run a collective and return its results, which are differentiable any number of times."""
-    with preparing(collective.group, collective.name):  # an expanded one may not fit in memory
-        job = _job(collective, tensors)
-    results, is_recorded = collective.group.worker.call(collective.name, job)
-    return _record(collective, tensors, results) if is_recorded else results
-
-
-def _job(collective: Linear, tensors: Sequence[Tensor]) -> Callable[[], tuple[list[Tensor], bool]]:
-    """What runs a collective when its turn has come; in autograd's mode of here and now."""
-    mode = Mode.of(tensors)
-    given = [plain(tensor.detach()) for tensor in tensors]
-
-    def job() -> tuple[list[Tensor], bool]:
-        with torch.no_grad():
-            return collective.run(given, mode)
-
-    return job
-
-
-def _record(collective: Linear, tensors: Sequence[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Put a collective that has run into autograd's graph; returns its results as parts of that."""
-    # makes autograd record the call where no tensor of this rank would
-    anchor = torch.empty(0, requires_grad=True)
-    recorded: Any = _Node.apply(collective, results, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
-    return list(recorded)
+    with preparing(collective.group, collective.name) as call:
+        make(call, collective, tensors)
+    results: list[Tensor] = call.start()
+    return results
 
 
 def make(
     call: preparing,
     collective: Linear,
     tensors: Sequence[Tensor],
-    finish: Callable[[list[Tensor]], Any],
+    finish: Callable[[list[Tensor]], Any] = list,
 ) -> None:
     """Make a call of a collective, which may be asynchronous.
 
-    Its result is as differentiable as that of `apply`: autograd records it where it is asked for.
+    Its result is differentiable: autograd records it where it is asked for.
 
     Args:
         call: whose arguments these are.
         collective, tensors: as for `apply`.
         finish: makes the caller's result of the collective's; differentiable.
     """
+    mode = Mode.of(tensors)  # of here and now
+    given = [plain(tensor.detach()) for tensor in tensors]  # an expanded one may not fit in memory
+
+    def job() -> tuple[list[Tensor], bool]:
+        with torch.no_grad():
+            results, opening = collective.run(given, mode)
+        collective.number = opening.number
+        return results, opening.records
 
     def finished(found: tuple[list[Tensor], bool]) -> Any:
         results, is_recorded = found
         # whoever waits may be in another mode; that of the call decides
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
             if is_recorded:
-                results = _record(collective, tensors, results)
+                # makes autograd record the call where no tensor of this rank would
+                anchor = torch.empty(0, requires_grad=True)
+                recorded: Any = _Node.apply(collective, results, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
+                results = list(recorded)
             return finish(results)
 
-    call.job = _job(collective, tensors)
+    call.job = job
     call.device = tensors[0].device
     call.finish = finished
 

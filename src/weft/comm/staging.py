@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..base.memory import memory_of
 from ..base.tensors import has_elements, lacking, serves, wrong_dims
+from ..call.attempt import preparing
+from ..call.mode import Mode
+from ..call.opening import Opening, opened
 from ..call.statement import room
 from ..group.channels import TENSORS
 from ..group.group import Group
+from ..verbs.carrier import carried_by, verbs_of
+from ..verbs.interface import Verbs
 
 ALONG = 128 << 10
 """Bytes of a tensor that may go along with an opening, at most."""
@@ -59,6 +65,32 @@ def most_to_all(group: Group) -> int:
     # near ones read what a rank has for them in one memory; all ranks say the same of this
     are_all_near = len(group.near) == group.size - 1
     return min(ALONG if are_all_near else _TO_OTHERS, room(group.size))
+
+
+def opened_with(
+    group: Group,
+    call: str,
+    fields: Mapping[str, object],
+    own: Tensor,
+    longest: int,
+    mode: Mode,
+) -> tuple[Opening, Verbs | None, bool]:
+    """Open a call, with the tensors of all ranks in it if they are small; collective.
+
+    Args:
+        group, call, fields, mode: of the opening.
+        own: this rank's tensor, contiguous.
+        longest: the bytes of the largest tensor of a rank, which all ranks know.
+
+    Returns:
+        The opening; the verbs by which the tensors go, or None; and whether they went along.
+    """
+    with preparing(group, call):  # there may be no memory
+        verbs = verbs_of(group, own.device)
+        goes_along = verbs is None and longest <= most_to_all(group)
+        along = bytearray(memory_of(own) if goes_along else b"")
+    fields = {**fields, "device": carried_by(verbs)}
+    return opened(group, call, fields, along, mode=mode), verbs, goes_along
 
 
 def most_to_each(group: Group) -> list[int]:

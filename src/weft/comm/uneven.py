@@ -23,16 +23,15 @@ from ..base.memory import fresh, memory_of, typed
 from ..base.tensors import as_bytes, flattened
 from ..call.attempt import preparing
 from ..call.mode import PLAIN, Mode
-from ..call.opening import Opening, opened
+from ..call.opening import Opening
 from ..group import default
 from ..group.group import Group
 from ..schedules import dense
 from ..sparse.request import op_name
-from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
 from .all_reduce import wrong_op
 from .differentiable import Linear, apply
-from .staging import most_to_all, move, unsendable_rows
+from .staging import move, opened_with, unsendable_rows
 
 _SPELLED = 500  # bytes of the sizes that all ranks compare; above, a digest
 _PADDED = 2  # a padded all-gather has at most so many times the elements of all parts
@@ -151,14 +150,13 @@ class Gathering(Linear):
     def adjoint(self, name: str) -> Scattering:
         return Scattering(self.group, name, sizes=self.sizes)
 
-    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
         own = tensors[0]
         with preparing(self.group, self.name):
             found = fresh((sum(self.sizes), *own.shape[1:]), own.dtype, own.device)
         fields = _compared(self.sizes, own)
         opening = gather_in_place(self.group, self.name, fields, own, found, self.sizes, mode=mode)
-        self.number = opening.number
-        return [found], opening.records
+        return [found], opening
 
 
 @dataclass
@@ -180,7 +178,7 @@ class Scattering(Linear):
         found = super().apply_adjoint(gradients)
         return [each / self.group.size for each in found] if self.op == "avg" else found
 
-    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], bool]:
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
         whole = tensors[0]
         size = self.sizes[self.group.rank]
         with preparing(self.group, self.name):
@@ -189,8 +187,7 @@ class Scattering(Linear):
         opening = reduce_parts(
             self.group, self.name, fields, whole, self.sizes, self.op, found, mode=mode
         )
-        self.number = opening.number
-        return [found], opening.records
+        return [found], opening
 
 
 def _compared(sizes: Sequence[int], tensor: Tensor) -> dict[str, object]:
@@ -219,12 +216,7 @@ def gather_in_place(
     """
     parts = torch.split(place, list(sizes))
     longest = max(part.nbytes for part in parts)
-    with preparing(group, call):  # there may be no memory
-        verbs = verbs_of(group, own.device)
-        goes_along = verbs is None and longest <= most_to_all(group)
-        along = bytearray(memory_of(own) if goes_along else b"")
-    fields = {**fields, "device": carried_by(verbs)}
-    opening = opened(group, call, fields, along, mode=mode)
+    opening, verbs, goes_along = opened_with(group, call, fields, own, longest, mode)
     if not longest:
         return opening
     if verbs is not None:
@@ -232,8 +224,7 @@ def gather_in_place(
         return opening
     if goes_along:
         for rank, body in enumerate(opening.read(lambda body: body)):
-            nbytes = parts[rank].nbytes
-            memory_of(parts[rank])[:] = group.decode(rank, "a part", _of_length, body, nbytes)
+            group.decode(rank, "a part", _fill, body, parts[rank])
         return opening
     move(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
     if own.data_ptr() != parts[group.rank].data_ptr():
@@ -241,11 +232,9 @@ def gather_in_place(
     return opening
 
 
-def _of_length(said: memoryview, nbytes: int) -> memoryview:
-    """What a rank said as it is. Raises ValueError if it is not of so many bytes."""
-    if len(said) != nbytes:
-        raise ValueError(f"{len(said)} bytes for {nbytes}")
-    return said
+def _fill(body: memoryview, part: Tensor) -> None:
+    """Copy what a rank said to its part. Raises ValueError if it is not of as many bytes."""
+    memory_of(part)[:] = body
 
 
 def _gather_by_verbs(verbs: Verbs, own: Tensor, place: Tensor, counts: Sequence[int]) -> None:
@@ -283,12 +272,7 @@ def reduce_parts(
         op: one of `weft.kernels.OPS`, which there is for the dtype.
         out: contiguous: becomes this rank's part, reduced.
     """
-    with preparing(group, call):  # there may be no memory
-        verbs = verbs_of(group, whole.device)
-        goes_along = verbs is None and whole.nbytes <= most_to_all(group)
-        along = bytearray(memory_of(whole) if goes_along else b"")
-    fields = {**fields, "device": carried_by(verbs)}
-    opening = opened(group, call, fields, along, mode=mode)
+    opening, verbs, goes_along = opened_with(group, call, fields, whole, whole.nbytes, mode)
     parts = [flattened(part) for part in torch.split(whole, list(sizes))]
     place = flattened(out)
     if goes_along:

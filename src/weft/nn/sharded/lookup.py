@@ -142,7 +142,7 @@ def fetched(
         messages: what that gave.
     """
     fields: dict[str, object] = {"tables": description_of(tables)}
-    heard = apply(Scatter(group, ASKING, fields=fields), messages)
+    heard = apply(Scatter(group, ASKING, fields), messages)
     many = len(tables)
     sizes = [[len(message)] for message in heard]
     if many > 1:  # a message says how many rows of each table a rank needs
@@ -151,7 +151,7 @@ def fetched(
     asked = [_parts(message, some) for message, some in zip(heard, sizes, strict=True)]
     with preparing(group, _SENDING):  # they may not fit in memory
         rows = _Owned.apply(group, tables, asked, *(table.weight for table in tables))  # type: ignore[no-untyped-call]  # torch's
-    came = apply(Scatter(group, _SENDING, fields=fields), cast(list[Tensor], rows))
+    came = apply(Scatter(group, _SENDING, fields), cast(list[Tensor], rows))
     widths = [table.embedding_dim for table in tables]
     by_rank = zip(*counts, strict=True)
     pieces = [_rows_in(each, some, widths) for each, some in zip(came, by_rank, strict=True)]

@@ -284,7 +284,7 @@ class ShardedTable(Cut):
         group = self._group()
         with preparing(group, "to_dense"):
             own = self._checked_weight(group).detach()
-            scatter = Scatter(group, "to_dense", fields={"tables": description_of([self])})
+            scatter = Scatter(group, "to_dense", {"tables": description_of([self])})
         return torch.cat(apply(scatter, [own] * group.size))
 
     def _checked_weight(self, group: Group) -> Tensor:
