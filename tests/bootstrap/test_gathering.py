@@ -18,9 +18,8 @@ import torch.distributed as dist
 from weft import WireError
 from weft.base.latch import join
 from weft.base.pace import patient
-from weft.failure.control import HELD_UP
 from weft.group.joining import connect
-from weft.rendezvous.store import AnsweringStore, SilentStoreError
+from weft.rendezvous.store import HELD_UP, AnsweringStore, SilentStoreError
 
 RANK = """
 import os, pathlib, signal, sys, time

@@ -28,7 +28,6 @@ from ..base import watch as slow
 from ..base.arguments import LONGEST, in_words, is_a, is_duration, shown, wrong_timeout
 from ..base.errors import WeftError, WireError, entry
 from ..failure import last_error
-from ..failure.control import HELD_UP
 from ..group import default, process_group
 from ..group.group import Group
 from ..rendezvous import launchers, mpi, places
@@ -36,6 +35,7 @@ from ..rendezvous.address import (
     gloo_interfaces,
     named_for_gloo,
 )
+from ..rendezvous.store import HELD_UP
 from ..sparse import registry
 from . import backends, descent, gathering, membership
 from .config import Config, unknown_variables

@@ -6,13 +6,11 @@ alone (never `new_group`, whose names and order the caller would have to keep).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -22,13 +20,21 @@ from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
-from ..failure.control import HELD_UP, join_links
+from ..failure.control import join_links
 from ..failure.detector import Detector
 from ..failure.links import ControlLinks
 from ..failure.verdict import SAME_ORDER, in_the_job
 from ..rendezvous.address import server_of
 from ..rendezvous.machine import own_host
-from ..rendezvous.store import AnsweringStore, Look, SilentStoreError, has, pauses
+from ..rendezvous.store import (
+    HELD_UP,
+    AnsweringStore,
+    Failure,
+    Look,
+    SilentStoreError,
+    first_to_fail,
+    pauses,
+)
 from ..rendezvous.world import own_rank
 from ..wire.interface import Wire
 from ..wire.start import Start, seconds_left
@@ -208,8 +214,8 @@ class _Joining:
         """
         failure = self._why_not_joined(error)
         if space is not None:
-            lost = error.ranks if isinstance(error, AbsentError) else [failure[1]]
-            failure = self._first_to_fail(space, failure, {*range(self.size)}.difference(lost))
+            lost = error.ranks if isinstance(error, AbsentError) else ()
+            failure = first_to_fail(space, self.rank, self.size, failure, lost)
         why, culprit = failure
         numbers = in_the_job(self.ranks, culprit)
         return WireError(
@@ -218,7 +224,7 @@ class _Joining:
             culprit=culprit,
         )
 
-    def _why_not_joined(self, error: Exception) -> tuple[str, int | None]:
+    def _why_not_joined(self, error: Exception) -> Failure:
         """What is said where the store or the sockets failed, and the rank to blame."""
         remedy = "; see that all ranks were started and reach each other"
         late = time.monotonic() - self.deadline
@@ -246,26 +252,6 @@ class _Joining:
         said = str(error).splitlines()[0]
         why = f"the store failed ({said}): is {host} gone or stopped, or was this rank stopped?"
         return why, culprit
-
-    def _first_to_fail(
-        self, space: dist.Store, failure: tuple[str, int | None], there: Collection[int]
-    ) -> tuple[str, int | None]:
-        """What the first rank said that gave up, which all say; this rank may be the first.
-
-        A rank that goes on after it was stopped finds nobody, and hears by this that it is to
-        blame. Others may give up a moment later, and the store may end with this program: they are
-        waited for.
-        """
-        store = AnsweringStore(space, time.monotonic())
-        with contextlib.suppress(RuntimeError):  # the store may be what failed
-            store.compare_set("failure", "", json.dumps(failure))
-            why, culprit = json.loads(store.get("failure"))
-            failure = why, culprit
-            store.set(f"read/{self.rank}", "")
-            until = time.monotonic() + patient(HELD_UP)
-            for each in there:
-                has(store, f"read/{each}", until, len(there))
-        return failure
 
 
 def _made_by_all(start: Start) -> Wire:

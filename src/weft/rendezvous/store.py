@@ -27,10 +27,14 @@ _GROWTH = 1.5  # from one pause to the next
 # busy. In any one of them this process may stand still, and hear nothing.
 PIECES, PIECE = 5, 0.1
 _LAST = 2.0  # seconds that an answer may take while the process ends
+HELD_UP = 1.0  # seconds after a deadline from which on a rank itself is late, and was stopped
 
 Late = tuple[int, Callable[[], str]] | None
 """For the line about a slow wait (`weft.init(watch=)`): the rank that waits, and a function that
 says who is missing, or "" if nobody is any more. None: print no line."""
+
+Failure = tuple[str, int | None]
+"""Why ranks are not joined, as a clause, and the rank to blame, if there is one."""
 
 Look = Callable[[Callable[[], Sequence[int]]], None] | None
 """Called by who waits for ranks, as long as it waits, with a function that finds those that have
@@ -172,6 +176,32 @@ def exchange(
         if ranks:  # else the last one came just now
             raise AbsentError(ranks, missing)
     return [json.loads(value) for value in space.multi_get(keys)]
+
+
+def first_to_fail(
+    store: dist.Store, rank: int, size: int, failure: Failure, lost: Sequence[int] = ()
+) -> Failure:
+    """What the first rank said that gave up, which all say; this rank may be the first.
+
+    A rank that goes on after it was stopped finds nobody, and hears by this that it is to blame.
+    Others may give up a moment later, and the store may end with this program: they are waited for.
+
+    Args:
+        store: that all ranks share.
+        rank, size: this rank, and how many there are.
+        failure: what this rank says if it is the first.
+        lost: the ranks that will not read it.
+    """
+    answering = AnsweringStore(store, time.monotonic())
+    with contextlib.suppress(RuntimeError):  # the store may be what failed
+        answering.compare_set("failure", "", json.dumps(failure))
+        text, culprit = json.loads(answering.get("failure"))
+        failure = text, culprit
+        answering.set(f"read/{rank}", "")
+        until = time.monotonic() + patient(HELD_UP)
+        for each in {*range(size)}.difference(lost, [culprit]):
+            has(answering, f"read/{each}", until, size)
+    return failure
 
 
 def has(
