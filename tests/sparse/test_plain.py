@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ import weft
 from cases import in_case, same
 from weft.bootstrap.outcome import results
 from weft.sparse import last_call, plain
+from weft.sparse.header import Header
 from weft.testing import expected, run, threads
 from weft.testing.threads import on_groups
 
@@ -108,15 +110,13 @@ def test_what_a_rank_told_that_cannot_be_read_ends_the_group(monkeypatch):
             weft.sparse_all_reduce(rows, group=group)
         return True
 
-    stated = plain.stated
+    pack = Header.pack
 
-    def wrong(verbs, request):
-        distinct, body = stated(verbs, request)
-        if verbs.rank == 1:
-            body[:8] = (-5).to_bytes(8, "little", signed=True)
-        return distinct, body
+    def wrong(header):
+        is_of_1 = threading.current_thread().name == "rank 1"
+        return pack(header._replace(total=-5) if is_of_1 else header)
 
-    monkeypatch.setattr(plain, "stated", wrong)
+    monkeypatch.setattr(Header, "pack", wrong)
     assert by_verbs(3, program) == [True] * 3
 
 

@@ -6,7 +6,6 @@ An operation makes or changes a tensor; views cost a device nothing.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -17,10 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft.base.memory import Pool
 from weft.bootstrap.outcome import results
 from weft.comm import uneven
 from weft.schedules import dense
-from weft.sparse import plain, tables
+from weft.sparse import plain, run, tables
+from weft.sparse.header import Header
 from weft.sparse.request import Request
 from weft.testing import threads
 from weft.testing.threads import on_groups
@@ -100,11 +101,12 @@ def counted(size, body, *, op="sum", moves=False, height=HEIGHT, reduces=True, a
     request = Request.to_move(few, None) if moves else Request.of(few, op, "auto", None)
     request = replace(request, rows=given)
     with Counted() as operations:
-        distinct, _ = plain.stated(verbs, request)
-        count = distinct.indices.numel()
-        opening = SimpleNamespace(read=lambda decode: [(count, 999)] * size, fields={})
-        call = plain.call_of(verbs, request, distinct, opening)
-        found = body(call)
+        plain.look(verbs, request)
+        own = run._canonical(request, Pool())
+        headers = [Header(len(own), 999, 0, 0)] * size
+        group = SimpleNamespace(size=size, hosts=("here",) * size)
+        call = run._call_of(group, request, verbs, {}, headers)
+        found = call.delivered(body(verbs, own, call))
     assert found.values.device == META
     return operations.asked.total(), verbs.asked["collectives"], verbs.asked["reads"]
 
@@ -127,10 +129,15 @@ def test_a_small_table_is_two_reductions():
 
 
 def test_rows_that_only_move():
-    gathered = {counted(size, plain.concatenated, moves=True, answers=[[0, 999]]) for size in RANKS}
+    def every(verbs, rows, call):
+        return plain.concatenated(verbs, call)
+
+    def source(verbs, rows, call):
+        return plain.of_source(verbs, call, 0)
+
+    gathered = {counted(size, every, moves=True, answers=[[0, 999]]) for size in RANKS}
     ((operations, collectives, reads),) = gathered
     assert (collectives, reads) == (2, 1) and operations <= 15, operations
-    source = functools.partial(plain.of_source, source=0)
     moved = {counted(size, source, moves=True, answers=[[0, 999]]) for size in RANKS}
     ((operations, collectives, reads),) = moved
     assert (collectives, reads) == (2, 1) and operations <= 15, operations

@@ -27,6 +27,7 @@ from .. import kernels
 from ..base.memory import fresh
 from ..group.group import Group
 from ..kernels.ops import OPS, Op
+from ..verbs.interface import Verbs
 from .header import Header
 from .rows import Rows
 from .sizes import Sizes
@@ -42,7 +43,7 @@ class Call:
 
     Attributes:
         group: the ranks that take part.
-        op: the reduction, which is no caller's function.
+        op: the reduction.
         given: the caller's rows; the schedule may read them until it ends. On a rank without rows
             they have the dtypes, the row shape and the height of the others'.
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
@@ -53,6 +54,7 @@ class Call:
         fields: the fingerprint that all agreed on.
         headers: of each rank; none in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
+        verbs: that carry the rows where no algorithm of the wire does (`plain`); else None.
         place: gives the memory of a result with these indices, if the schedule is one step of
             another one. The ranks that get the result then tell each other where it has rows, and
             wait for that.
@@ -71,6 +73,7 @@ class Call:
     fields: Mapping[str, str]
     headers: Sequence[Header] = ()
     rows_of_all: Sequence[Rows] | None = None
+    verbs: Verbs | None = None
     place: Callable[[Tensor], Rows] | None = None
     ready: Callable[[int], object] = _ignore
 
@@ -151,7 +154,7 @@ class Call:
         dtype = self.given.values.dtype
         if result.values.dtype == dtype:
             return result
-        values = fresh(tuple(result.values.shape), dtype)
+        values = fresh(tuple(result.values.shape), dtype, result.values.device)
         return replace(result, values=values.copy_(result.values))
 
     def result_at(self, *lists: Tensor) -> Rows:

@@ -24,6 +24,7 @@ class CanonicalRows:
 
     Attributes:
         indices: of the rows.
+        distinct: these, and where the duplicates are.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class CanonicalRows:
         """
         self.indices = distinct.indices
         self._given = rows.values
-        self._distinct = distinct
+        self.distinct = distinct
         self._op = op
         self._dtype = dtype
         self._memory = memory
@@ -60,7 +61,7 @@ class CanonicalRows:
         """`[k, *row_shape]`, in the order of the indices; good until `release`."""
         if self._values is None:
             given = self._given
-            distinct = self._distinct
+            distinct = self.distinct
             is_canonical = distinct.order is None and distinct.starts is None
             count = len(self)
             if (is_canonical and given.dtype == self._dtype) or not count:
@@ -77,7 +78,7 @@ class CanonicalRows:
         if not positions.numel():
             return
         if self._values is None and self._given.is_contiguous():
-            rows = self._given, self._distinct, self._op
+            rows = self._given, self.distinct, self._op
             if kernels.reduce_some(*rows, positions, out):
                 return
         torch.index_select(self.values, 0, positions, out=out)

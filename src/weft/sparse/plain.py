@@ -25,9 +25,8 @@ torch.distributed does, "SSAR" in Renggli et al., "SparCML" (SC'19), section 5.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,27 +34,24 @@ from torch import Tensor
 from .. import kernels
 from ..base.errors import WeftError
 from ..base.memory import fresh
-from ..call.attempt import confess, preparing
-from ..call.opening import Opening, opened
+from ..call.attempt import preparing
+from ..call.opening import opened
 from ..group.group import Group
 from ..kernels import Distinct
 from ..kernels.kinds import Kinds
 from ..verbs.carrier import carried_by, own_device, verbs_of
 from ..verbs.interface import Verbs
 from ..verbs.posted import PostedVerbs
-from .call import partial_dtype, row_bytes
-from .guard import guarded
+from .call import Call, row_bytes
+from .canonical import CanonicalRows
+from .choose import Line
 from .registry import PLAIN
-from .request import Request, informed
+from .request import Request
 from .rows import Rows
-from .sizes import Sizes
 
 WHOLE = 256 << 20
 """Bytes of all ranks' rows that are gathered at once."""
 
-_HEADER = struct.Struct("<2q")  # how many rows a rank has, and its largest index
-_MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
-_SHORT = 2**31 - 1  # indices below fit in int32, and one above them
 _LAST = 2**63 - 1  # what fills the lists
 _ALIGNED = 8  # bytes that a rank's buffer is a multiple of: as long as the longest number
 
@@ -64,135 +60,58 @@ Combine = Callable[[Tensor, int, Tensor], None]
 to a tensor."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What all ranks know of a call that goes by verbs, once it is open.
-
-    Attributes:
-        verbs: that carry the rows.
-        request: its arguments; on a rank without rows those of the others' kind.
-        distinct: this rank's indices.
-        counts: how many rows each rank brings.
-        highest: the largest index of all; -1 without rows.
-        opening: what else they told.
-    """
-
-    verbs: Verbs
-    request: Request
-    distinct: Distinct
-    counts: Sequence[int]
-    highest: int
-    opening: Opening
-
-    @property
-    def index(self) -> torch.dtype:
-        """The dtype in which indices travel: int32 where all fit."""
-        return torch.int32 if self.highest < _SHORT else torch.int64
-
-    @property
-    def partial(self) -> torch.dtype:
-        """The dtype of sums that are not complete."""
-        request = self.request
-        return partial_dtype(request.op, request.dtype, request.rows.values.dtype)
-
-    @property
-    def why(self) -> str:
-        """Why no algorithm of the wire runs."""
-        op = self.request.op
-        if not op.builtin:
-            return "the op is a function"
-        asked = self.request.algorithm == PLAIN
-        return "it was asked for" if asked else f"weft's wire does not carry {self.verbs.name}"
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of the call."""
-        rows = self.request.rows
-        row_shape = tuple(rows.row_shape)
-        places = self.highest + 1
-        return Sizes(
-            ranks=self.verbs.size,
-            total=sum(self.counts),
-            most=max(self.counts),
-            fewest=min(self.counts),
-            height=places if rows.height is None else rows.height,
-            row=row_bytes(row_shape, self.request.dtype),
-            partial=row_bytes(row_shape, self.partial),
-            places=places,
-        )
-
-
-def stated(verbs: Verbs, request: Request) -> tuple[Distinct, bytearray]:
-    """This rank's indices sorted, each once, or as they are if rows only move; and what it tells.
+def look(verbs: Verbs, request: Request) -> None:
+    """Check this rank's indices, and sort them unless they only move; one read.
 
     Raises:
         WeftError: an index is out of bounds.
     """
-    distinct = _distinct(verbs, request)
-    return distinct, bytearray(_HEADER.pack(distinct.indices.numel(), request.highest))
+    indices = request.rows.indices
+    if request.moves:
+        request.look_at_ends(verbs.read)
+    elif on_host(indices):
+        request.look()
+    elif indices.numel():
+        kinds = Kinds.of(indices)
+        most = kinds.starts(len(indices)).diff().max().view(1)
+        ends = kinds.ascending[:1], kinds.ascending[-1:]
+        numbers = torch.cat([kinds.total, most, *ends])  # promotes to int64
+        count, repeats, *found = verbs.read(numbers)
+        request.take_ends(*found)
+        if request.highest == _LAST:
+            raise WeftError(f"index {_LAST} is too large for a device: pass .cpu()")
+        if count == len(indices):
+            request.distinct = Distinct(kinds.ascending, kinds.order, None, 1)
+        else:
+            request.distinct = kinds.distinct(count, repeats)
 
 
-def call_of(verbs: Verbs, request: Request, distinct: Distinct, opening: Opening) -> Call:
-    """The call, of which all ranks know the same.
+def heard(group: Group, request: Request, name: str, device: str) -> tuple[Verbs, Request]:
+    """The verbs, and the request, of a rank that has learnt where rows are; collective.
 
-    Raises:
-        WireError: what a rank told cannot be read.
-    """
-    if not len(request.rows):
-        request = informed(request, opening)
-        distinct = Distinct(request.rows.indices, None, None)
-    counts, highest = zip(*opening.read(_header_in), strict=True)
-    return Call(verbs, request, distinct, counts, max(highest), opening)
-
-
-def heard(group: Group, request: Request, name: str, opening: Opening) -> Call:
-    """The call on a rank that has learnt from the opening on what device rows are; collective.
-
-    All ranks open it again, those that knew, too: some may have no such device.
-    """
-    with preparing(group, name):
-        device = own_device(opening.fields["device"].partition(" ")[0])
-        verbs = verbs_of(group, device) or PostedVerbs(group, carried_by(None))
-        rows = request.rows
-        there = Rows(rows.indices.to(device), rows.values.to(device), rows.height)
-    opened(group, name, {"device": verbs.name})
-    distinct = Distinct(there.indices, None, None)
-    return call_of(verbs, replace(request, rows=there), distinct, opening)
-
-
-def performed(group: Group, call: Call, name: str, body: Callable[[Call], Rows]) -> Rows:
-    """Run a call that is open; collective.
+    All ranks open the call again, those that knew, too: some may have no such device.
 
     Args:
-        group, call: that.
+        group, request: of the call.
         name: of the call.
-        body: what it does.
-
-    Raises:
-        WeftError: a caller's function raised; the same text on every rank.
+        device: as the opening said.
     """
-    op = call.request.op
-    if op.builtin:
-        return body(call)
-    raised: list[BaseException] = []
-    try:
-        result = body(replace(call, request=replace(call.request, op=guarded(op, raised))))
-        confess(group, f"the end of {name}", raised[0] if raised else None)
-    finally:
-        raised.clear()
-    return result
+    with preparing(group, name):
+        own = own_device(device.partition(" ")[0])
+        verbs = verbs_of(group, own) or PostedVerbs(group, carried_by(None))
+        rows = request.rows
+        there = Rows(rows.indices.to(own), rows.values.to(own), rows.height)
+    opened(group, name, {"device": verbs.name})
+    return verbs, replace(request, rows=there)
 
 
-def _header_in(body: memoryview) -> tuple[int, int]:
-    """Read a header, or the beginning of one of the wire's, as who listens has sent it.
-
-    Raises:
-        ValueError, struct.error: the bytes are none.
-    """
-    count, highest = _HEADER.unpack_from(body)
-    if not (0 <= count < _MOST and highest >= -1):
-        raise ValueError(f"no rank can have {count} rows up to index {highest}")
-    return count, highest
+def line_of(verbs: Verbs, call: Call) -> Line:
+    """What runs, and why no algorithm of the wire."""
+    if not call.op.builtin:
+        return Line(PLAIN, "the op is a function")
+    if call.fields.get("algorithm") == PLAIN:
+        return Line(PLAIN, "it was asked for")
+    return Line(PLAIN, f"weft's wire does not carry {verbs.name}")
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -200,89 +119,67 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _distinct(verbs: Verbs, request: Request) -> Distinct:
-    """As `stated`, without what is told."""
-    indices = request.rows.indices
-    if request.moves:
-        request.look_at_ends(verbs.read)
-        return Distinct(indices, None, None)
-    if on_host(indices):
-        return request.look().distinct
-    if not indices.numel():
-        return Distinct(indices, None, None)
-    kinds = Kinds.of(indices)
-    most = kinds.starts(len(indices)).diff().max().view(1)
-    ends = kinds.ascending[:1], kinds.ascending[-1:]
-    numbers = torch.cat([kinds.total, most, *ends])  # promotes to int64
-    count, repeats, *found = verbs.read(numbers)
-    request.take_ends(*found)
-    if request.highest == _LAST:
-        raise WeftError(f"index {_LAST} is too large for a device: pass .cpu()")
-    if count == len(indices):
-        return Distinct(kinds.ascending, kinds.order, None, 1)
-    return kinds.distinct(count, repeats)
-
-
 # sums
 
 
-def summed(call: Call) -> Rows:
-    """The sum of all ranks' rows, canonical, in the caller's dtype; collective."""
-    given = call.request.rows
-    if not max(call.counts):
+def summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> Rows:
+    """The sum of all ranks' rows, canonical; collective."""
+    given = call.given
+    if not call.sizes.total:
         return Rows(given.indices[:0], given.values[:0], given.height)
-    if _is_small(call):
-        indices, values = _table_summed(call)
+    if _is_small(verbs, call):
+        indices, values = _table_summed(verbs, rows, call)
     else:
-        indices, values = _rows_summed(call)
+        indices, values = _rows_summed(verbs, rows, call)
     shaped = values.view(len(indices), *given.row_shape)
     return Rows(indices.to(given.indices.dtype), shaped, given.height)
 
 
-def _rows_summed(call: Call) -> tuple[Tensor, Tensor]:
+def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor, Tensor]:
     """The result's indices and values, by an all-gather of rows."""
-    request = call.request
-    given = request.rows
-    capacity = max(call.counts)
+    given = call.given
+    capacity = call.sizes.most
     width = math.prod(given.row_shape)
     if not width:  # rows without bytes
-        place = fresh((capacity,), call.index, given.indices.device)
-        indices, _ = _united(call, call.verbs.all_gather(_list_of(call, place)))
+        place = fresh((capacity,), call.wire_index, given.indices.device)
+        lists = verbs.all_gather(_filled(place, rows.indices))
+        indices, _ = _united(verbs, call, lists)
         return indices, given.values.new_empty((len(indices), *given.row_shape))
     # a function is given whole rows
-    shape = (width,) if request.op.builtin else tuple(given.row_shape)
+    shape = (width,) if call.op.builtin else tuple(given.row_shape)
     values = given.values.reshape(len(given), *shape)
-    most = WHOLE // (call.verbs.size * capacity * request.dtype.itemsize)
-    step = min(max(1, most), width) if request.op.builtin else width
+    most = WHOLE // (verbs.size * capacity * call.dtype.itemsize)
+    step = min(max(1, most), width) if call.op.builtin else width
     for start in range(0, width, step):
         columns = slice(start, start + step)
         some = values if step == width else values[:, columns].contiguous()
-        lists, table, front = _gathered(call, some, has_list=start == 0)
+        lists, table, front = _gathered(verbs, rows, some, call, has_list=start == 0)
         if start == 0:
-            indices, combine = _united(call, lists)
-            found = fresh((len(indices), *shape), values.dtype, values.device)
+            indices, combine = _united(verbs, call, lists)
+            found = fresh((len(indices), *shape), call.dtype, values.device)
         out = found if step == width else found[:, columns]
         sums = out
-        if not out.is_contiguous() or not out.dtype == call.partial == request.dtype:
+        if not out.is_contiguous() or call.partial != call.dtype:
             sums = fresh((len(indices), *some.shape[1:]), call.partial, values.device)
         combine(table, front, sums)
-        _finish(call, sums, out)
+        call.finish(sums, out)
     return indices, found
 
 
-def _list_of(call: Call, place: Tensor) -> Tensor:
+def _filled(place: Tensor, indices: Tensor) -> Tensor:
     """Write this rank's indices to a place of the capacity, with greater ones behind them."""
-    indices = call.distinct.indices
     place[: len(indices)] = indices
     place[len(indices) :] = torch.iinfo(place.dtype).max
     return place
 
 
-def _gathered(call: Call, values: Tensor, *, has_list: bool) -> tuple[Tensor, Tensor, int]:
+def _gathered(
+    verbs: Verbs, rows: CanonicalRows, values: Tensor, call: Call, *, has_list: bool
+) -> tuple[Tensor, Tensor, int]:
     """Sum this rank's duplicates into a buffer, and gather those of all.
 
     Args:
-        call: whose rows they are.
+        verbs, rows, call: of the call.
         values: `[k, *row_shape]`, as given; or some columns.
         has_list: whether the buffer begins with this rank's indices.
 
@@ -290,102 +187,90 @@ def _gathered(call: Call, values: Tensor, *, has_list: bool) -> tuple[Tensor, Te
         The lists of all ranks, one behind the other; the buffers of all ranks as one table of rows;
         and how many rows of that precede those of each rank in its buffer.
     """
-    capacity = max(call.counts)
-    count = call.distinct.indices.numel()
-    dtype = call.request.dtype
-    row = row_bytes(tuple(values.shape[1:]), dtype)
-    nbytes = capacity * call.index.itemsize if has_list else 0
+    capacity = call.sizes.most
+    row = row_bytes(tuple(values.shape[1:]), call.dtype)
+    nbytes = capacity * call.sizes.index if has_list else 0
     front = -(-nbytes // row)
     grain = _ALIGNED // math.gcd(row, _ALIGNED)
     front += -(front + capacity) % grain
-    buffer = fresh((front + capacity, *values.shape[1:]), dtype, values.device)
-    kernels.reduce(values, call.distinct, call.request.op, out=buffer[front : front + count])
+    buffer = fresh((front + capacity, *values.shape[1:]), call.dtype, values.device)
+    kernels.reduce(values, rows.distinct, call.op, out=buffer[front : front + len(rows)])
     if has_list:
-        _list_of(call, buffer.view(-1).view(torch.uint8)[:nbytes].view(call.index))
-    gathered = call.verbs.all_gather(buffer.view(-1))
-    buffers = gathered.view(torch.uint8).view(call.verbs.size, -1)
-    lists = buffers[:, :nbytes].contiguous().view(-1).view(call.index)
+        place = buffer.view(-1).view(torch.uint8)[:nbytes].view(call.wire_index)
+        _filled(place, rows.indices)
+    gathered = verbs.all_gather(buffer.view(-1))
+    buffers = gathered.view(torch.uint8).view(verbs.size, -1)
+    lists = buffers[:, :nbytes].contiguous().view(-1).view(call.wire_index)
     return lists, gathered.view(-1, *values.shape[1:]), front
 
 
-def _united(call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
+def _united(verbs: Verbs, call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
     """The union of all ranks' lists, and what combines their rows."""
-    op = call.request.op
-    ranks = call.verbs.size
-    capacity = max(call.counts)
+    ranks = verbs.size
+    capacity = call.sizes.most
     if on_host(lists):
-        runs = [lists[rank * capacity :][:count] for rank, count in enumerate(call.counts)]
+        counts = call.counts
+        runs = [lists[rank * capacity :][:count] for rank, count in enumerate(counts)]
         union = kernels.union(runs)
 
         def combine(table: Tensor, front: int, out: Tensor) -> None:
             buffers = table.view(ranks, front + capacity, *table.shape[1:])
-            ends = [front + count for count in call.counts]
+            ends = [front + count for count in counts]
             rows = [each[front:end] for each, end in zip(buffers, ends, strict=True)]
-            kernels.combine_runs(out, union.slots, rows, op)
+            kernels.combine_runs(out, union.slots, rows, call.op)
 
         return union.indices, combine
 
-    kinds = Kinds.of(lists, sum(call.counts))  # without what only fills the lists
-    (count,) = call.verbs.read(kinds.total)
+    kinds = Kinds.of(lists, call.sizes.total)  # without what only fills the lists
+    (count,) = verbs.read(kinds.total)
     segments = kinds.distinct(count, ranks)._replace(order=None)
     rank = torch.div(kinds.order, capacity, rounding_mode="floor")
 
     def combine_segments(table: Tensor, front: int, out: Tensor) -> None:
         where = kinds.order + rank * front + front  # of a row, among those of all buffers
         rows = table.index_select(0, where).to(out.dtype)
-        kernels.reduce(rows, segments, op, out=out)
+        kernels.reduce(rows, segments, call.op, out=out)
 
     return segments.indices, combine_segments
-
-
-def _finish(call: Call, sums: Tensor, out: Tensor) -> None:
-    """Write complete sums: divided, and rounded once to what travels."""
-    divisor = call.verbs.size if call.request.op.mean else 1
-    rounded = out
-    if out.dtype != call.request.dtype:
-        rounded = torch.empty_like(sums, dtype=call.request.dtype)
-    kernels.finish(sums, rounded, divisor)
-    if rounded is not out:
-        out.copy_(rounded)
 
 
 # sums of small tables
 
 
-def _is_small(call: Call) -> bool:
+def _is_small(verbs: Verbs, call: Call) -> bool:
     """Whether the whole table is summed: it has fewer numbers than half of what would be gathered.
 
     The same on every rank.
     """
-    op, height = call.request.op, call.request.rows.height
-    if height is None or op.name not in ("sum", "avg") or not op.builtin:
+    height = call.height
+    if height is None or call.op.name not in ("sum", "avg") or not call.op.builtin:
         return False
-    is_less = 2 * height < call.verbs.size * max(call.counts)
-    return is_less and call.verbs.reduces("sum", call.partial)
+    is_less = 2 * height < verbs.size * call.sizes.most
+    return is_less and verbs.reduces("sum", call.partial)
 
 
-def _table_summed(call: Call) -> tuple[Tensor, Tensor]:
+def _table_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor, Tensor]:
     """The result's indices and values, by a reduction of the whole table, and of which rows are
     there."""
-    given = call.request.rows
+    given = call.given
     height = given.height
     assert height is not None
     device = given.values.device
     width = math.prod(given.row_shape)
     values = given.values.reshape(len(given), width)
-    own = fresh((len(call.distinct.indices), width), call.request.dtype, device)
-    kernels.reduce(values, call.distinct, call.request.op, out=own)
-    where = call.distinct.indices.long()
+    own = fresh((len(rows), width), call.dtype, device)
+    kernels.reduce(values, rows.distinct, call.op, out=own)
+    where = rows.indices.long()
     table = torch.zeros(height, width, dtype=call.partial, device=device)
     table.index_copy_(0, where, own.to(call.partial))
     is_there = torch.zeros(height, dtype=torch.uint8, device=device).index_fill_(0, where, 1)
-    call.verbs.all_reduce(table, "sum")
-    call.verbs.all_reduce(is_there, "max")
+    verbs.all_reduce(table, "sum")
+    verbs.all_reduce(is_there, "max")
     upto = torch.cumsum(is_there, 0)
-    (count,) = call.verbs.read(upto[-1:])
+    (count,) = verbs.read(upto[-1:])
     indices = torch.searchsorted(upto, torch.arange(1, count + 1, device=device))
-    found = fresh((count, width), given.values.dtype, device)
-    _finish(call, table.index_select(0, indices), found)
+    found = fresh((count, width), call.dtype, device)
+    call.finish(table.index_select(0, indices), found)
     return indices, found
 
 
@@ -403,39 +288,39 @@ def part_of(verbs: Verbs, rows: Rows, low: int, high: int) -> Rows:
     return Rows(rows.indices[start:stop].clone(), rows.values[start:stop].clone(), rows.height)
 
 
-def concatenated(call: Call) -> Rows:
+def concatenated(verbs: Verbs, call: Call) -> Rows:
     """The rows of all ranks, one rank's behind the other's, as they are; collective."""
-    given = call.request.rows
-    if not max(call.counts):
+    given = call.given
+    if not call.sizes.total:
         return given
-    indices = _all_of(call, given.indices, given.indices.dtype)
-    values = _all_of(call, given.values, call.request.dtype)
-    return Rows(indices, values.to(given.values.dtype), given.height)
+    indices = _all_of(verbs, call, given.indices, given.indices.dtype)
+    values = _all_of(verbs, call, given.values, call.dtype)
+    return Rows(indices, values, given.height)
 
 
-def _all_of(call: Call, mine: Tensor, dtype: torch.dtype) -> Tensor:
+def _all_of(verbs: Verbs, call: Call, mine: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor with an entry for each row, of all ranks; it travels in that dtype; collective."""
-    shape = max(call.counts), *mine.shape[1:]
+    shape = call.sizes.most, *mine.shape[1:]
     padded = fresh(shape, dtype, mine.device)
     padded[: len(mine)] = mine
-    of_ranks = call.verbs.all_gather(padded.view(-1)).view(call.verbs.size, *shape)
+    of_ranks = verbs.all_gather(padded.view(-1)).view(verbs.size, *shape)
     parts = zip(of_ranks.unbind(), call.counts, strict=True)
     return torch.cat([part[:count] for part, count in parts])
 
 
-def of_source(call: Call, source: int) -> Rows:
+def of_source(verbs: Verbs, call: Call, source: int) -> Rows:
     """The rows of one rank, as they are; collective."""
-    given = call.request.rows
-    indices = _broadcast(call, given.indices, given.indices.dtype, source)
-    values = _broadcast(call, given.values, call.request.dtype, source)
-    return Rows(indices, values.to(given.values.dtype), given.height)
+    given = call.given
+    indices = _broadcast(verbs, call, given.indices, given.indices.dtype, source)
+    values = _broadcast(verbs, call, given.values, call.dtype, source)
+    return Rows(indices, values, given.height)
 
 
-def _broadcast(call: Call, mine: Tensor, dtype: torch.dtype, source: int) -> Tensor:
+def _broadcast(verbs: Verbs, call: Call, mine: Tensor, dtype: torch.dtype, source: int) -> Tensor:
     """A tensor with an entry for each row, of one rank; it travels in that dtype; collective."""
     found = fresh((call.counts[source], *mine.shape[1:]), dtype, mine.device)
-    if call.verbs.rank == source:
+    if verbs.rank == source:
         found.copy_(mine)
     if found.numel():
-        call.verbs.broadcast(found, source)
+        verbs.broadcast(found, source)
     return found

@@ -1,9 +1,10 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
-1. Who carries the rows: weft's wire, as below, or verbs (`plain`). It is asked here alone.
+1. Who carries the rows: weft's wire, or verbs (`plain`). It is asked here alone.
 2. `begun`: this rank's rows in their canonical form, and a header of them, or the rows themselves;
    all ranks tell all others their arguments and their headers, and know the same of the call.
-3. Run: for a sparse all-reduce the algorithm that the rule names (`choose`).
+3. Run: for a sparse all-reduce the algorithm that the rule names (`choose`). If a caller's function
+   raised meanwhile, all ranks are told, and raise (`guard`).
 4. Note what the call did (`record`).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from .. import kernels
 from ..base.errors import WeftError
 from ..base.memory import Pool
-from ..call.attempt import preparing
+from ..call.attempt import confess, preparing
 from ..call.opening import opened
 from ..group.group import Group
 from ..schedules.hosts import hosts_of
@@ -30,6 +32,7 @@ from .call import Call, partial_dtype, row_bytes
 from .canonical import CanonicalRows
 from .choose import Line, chosen
 from .explanation import Explanation
+from .guard import guarded
 from .header import Header
 from .rate import fitted, known_rate, learn
 from .record import Record, note
@@ -42,7 +45,7 @@ Body = Callable[[CanonicalRows, Call], tuple[Line, Rows]]
 """Gets this rank's rows and the call; returns what ran, and the result."""
 
 
-def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call] | plain.Call:
+def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call]:
     """Agree on a call, and exchange headers or rows; collective.
 
     Args:
@@ -51,23 +54,21 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
         name: of the call.
 
     Returns:
-        Where the wire carries the rows: this rank's, canonical if they are to be combined, which
-        the caller releases; and the call. Else the call that goes by verbs.
+        This rank's rows, canonical if they are to be combined, which the caller releases; and the
+        call.
     """
     with preparing(group, name):
         verbs = _verbs_for(group, request)
-        if verbs is None:
-            rows = _canonical(request, group.memory)
-            header = _header(group, request, rows)
-            body = header.pack()
-        else:
-            distinct, body = plain.stated(verbs, request)
+        if verbs is not None:
+            plain.look(verbs, request)
+        rows = _canonical(request, group.memory)
+        header = _header(group, request, rows, verbs)
+        body = header.pack()
     opening = opened(group, name, {"device": carried_by(verbs), **request.fields}, body)
     # from here on every rank knows the same of the call
-    if verbs is not None:
-        return plain.call_of(verbs, request, distinct, opening)
-    if opening.fields["device"] != carried_by(None):  # as a rank learns that had said nothing of it
-        return plain.heard(group, request, name, opening)
+    device = opening.fields["device"]
+    if device != carried_by(verbs):  # as a rank learns that had said nothing of it
+        verbs, request = plain.heard(group, request, name, device)
     known: Header | None = header
     if not header.total:
         request = informed(request, opening)
@@ -75,7 +76,7 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
         known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
     headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
-    return rows, _call_of(group, request, opening.fields, headers)
+    return rows, _call_of(group, request, verbs, opening.fields, headers)
 
 
 def _verbs_for(group: Group, request: Request) -> Verbs | None:
@@ -107,25 +108,31 @@ def _canonical(request: Request, memory: Pool) -> CanonicalRows:
     return CanonicalRows(rows, distinct, request.op, request.dtype, memory)
 
 
-def _header(group: Group, request: Request, rows: CanonicalRows) -> Header:
+def _header(group: Group, request: Request, rows: CanonicalRows, verbs: Verbs | None) -> Header:
     """This rank's header; it has the rows themselves, if these fit, and no algorithm is asked for.
 
-    Of ranks that all have few rows all do this: they have the same algorithm and row shape.
+    Of ranks that all have few rows all do this: they have the same algorithm and row shape. Rows
+    that verbs carry are never in it; nor does anybody ask where these lie, or where rows lie that
+    only move.
     """
     row = row_bytes(tuple(request.rows.row_shape), request.dtype)
-    may_carry = group.size > 1 and request.algorithm == "auto"
+    may_carry = verbs is None and group.size > 1 and request.algorithm == "auto"
     carries = may_carry and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     header = Header.of(
         rows.indices,
         rate=known_rate(group),
-        highest=request.highest if request.moves else None,
+        highest=request.highest if request.moves or verbs is not None else None,
         values=rows.values if carries else None,
     )
     return header.of_one_of(group.size, group.rank)
 
 
 def _call_of(
-    group: Group, request: Request, fields: Mapping[str, str], headers: list[Header]
+    group: Group,
+    request: Request,
+    verbs: Verbs | None,
+    fields: Mapping[str, str],
+    headers: list[Header],
 ) -> Call:
     """The call, of which all ranks know the same."""
     rows = request.rows
@@ -147,6 +154,7 @@ def _call_of(
         fields=fields,
         headers=headers,
         rows_of_all=came if is_eager else None,
+        verbs=verbs,
     )
 
 
@@ -171,7 +179,7 @@ def _sizes(
         height=places if rows.height is None else rows.height,
         row=row_bytes(row_shape, request.dtype),
         partial=row_bytes(row_shape, summed_as),
-        index=4 if places <= 2**31 else 8,
+        index=4 if places < 2**31 else 8,  # one above them fits, too
         places=places,
         compiled=bool(of_all.compiled),
         hosts=hosts_of(group),
@@ -183,7 +191,6 @@ def performed(
     request: Request,
     name: str,
     algorithm: Body,
-    by_verbs: Callable[[plain.Call], Rows],
     *,
     apart: bool = False,
 ) -> tuple[Rows, Record]:
@@ -191,8 +198,7 @@ def performed(
 
     Args:
         group, request, name: see `begun`.
-        algorithm: what it does where the wire carries the rows.
-        by_verbs: what it does where verbs carry them, in the caller's dtype.
+        algorithm: what it does.
         apart: whether ranks get different results.
 
     Returns:
@@ -201,38 +207,30 @@ def performed(
     Raises:
         WeftError: a caller's function raised; the same text on every rank.
     """
-    opened_as = begun(group, request, name)
-    if isinstance(opened_as, plain.Call):
-        result = plain.performed(group, opened_as, name, by_verbs)
-        return result, _record_of_plain(group, opened_as, result, apart=apart)
-    rows, call = opened_as
+    raised: list[BaseException] = []
+    if not request.op.builtin:
+        request = replace(request, op=guarded(request.op, raised))
+    rows, call = begun(group, request, name)
     try:
         start = time.perf_counter()
         line, result = algorithm(rows, call)
         seconds = time.perf_counter() - start
         result = call.delivered(result)
+        if not request.op.builtin:
+            confess(group, f"the end of {name}", raised[0] if raised else None)
     finally:
         rows.release()
+        raised.clear()
     union = len(result)
     if apart:  # nobody knows all rows of the result
         bound = call.sizes.bound_to_one
     else:
         bound = call.sizes.bound(union)
-        learn(call.group, call.sizes, union, seconds)
+        if call.verbs is None:
+            learn(call.group, call.sizes, union, seconds)
     record = Record.of(group, *line, len(rows), call.sizes.total, union, bound)
     note(group, record)
     return result, record
-
-
-def _record_of_plain(group: Group, call: plain.Call, result: Rows, *, apart: bool) -> Record:
-    """Note a call that went by verbs."""
-    sizes = call.sizes
-    union = len(result)
-    bound = sizes.bound_to_one if apart else sizes.bound(union)
-    rows = call.counts[group.rank]
-    record = Record.of(group, PLAIN, call.why, rows, sizes.total, union, bound)
-    note(group, record)
-    return record
 
 
 def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
@@ -240,6 +238,8 @@ def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         line = _line(request, call)
+        if call.verbs is not None:
+            return line, plain.summed(call.verbs, rows, call)
         if line.algorithm == ALONE:
             return line, _alone(rows, call)
         if line.algorithm == EAGER:
@@ -247,11 +247,13 @@ def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
             return line, merge_eager(call.rows_of_all, call)
         return line, ALGORITHMS[line.algorithm](rows, call)
 
-    return performed(group, request, "sparse_all_reduce", algorithm, plain.summed)
+    return performed(group, request, "sparse_all_reduce", algorithm)
 
 
 def sibling(call: Call, name: str) -> Line:
     """What runs in a call that has no choice but its own algorithm, of that name."""
+    if call.verbs is not None:
+        return plain.line_of(call.verbs, call)
     if call.rows_of_all is not None:
         return Line(EAGER)
     return Line(ALONE if call.group.size == 1 else name)
@@ -259,16 +261,15 @@ def sibling(call: Call, name: str) -> Line:
 
 def explained(group: Group, request: Request) -> Explanation:
     """What `reduced` would do; collective."""
-    opened_as = begun(group, request, "explain")
-    if isinstance(opened_as, plain.Call):
-        return Explanation.of(Line(PLAIN, opened_as.why), opened_as.sizes)
-    rows, call = opened_as
+    rows, call = begun(group, request, "explain")
     rows.release()
     return Explanation.of(_line(request, call), call.sizes)
 
 
 def _line(request: Request, call: Call) -> Line:
     """What runs."""
+    if call.verbs is not None:
+        return plain.line_of(call.verbs, call)
     return chosen(call.sizes, request.algorithm, is_eager=call.rows_of_all is not None)
 
 

@@ -133,14 +133,13 @@ def sparse_all_gather(
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         counts.extend(call.counts)
-        return sibling(call, "ring"), concatenated(rows, call, counts)
-
-    def by_verbs(call: plain.Call) -> Rows:
-        counts.extend(call.counts)
-        return plain.concatenated(call)
+        line = sibling(call, "ring")
+        if call.verbs is not None:
+            return line, plain.concatenated(call.verbs, call)
+        return line, concatenated(rows, call, counts)
 
     def job() -> Any:
-        result, _ = performed(group, request, _NAME, algorithm, by_verbs)
+        result, _ = performed(group, request, _NAME, algorithm)
         restored = request.restore(result)
         return (restored, torch.tensor(counts)) if with_counts else restored
 

@@ -84,19 +84,18 @@ def sparse_broadcast(
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         forms.append(call.fields["form"])
+        line = sibling(call, "ring")
+        if call.verbs is not None:
+            if here:  # the others learn from the opening on what device rows are
+                opened(group, _NAME, {"device": call.verbs.name})
+            return line, plain.of_source(call.verbs, call, src)
         if group.size > 2 and not call.sizes.on_one_host:
             call = replace(call, sizes=call.sizes.but(chunk=min(call.sizes.chunk, _CHUNK)))
         counts = [call.sizes.total * (rank == src) for rank in range(group.size)]
-        return sibling(call, "ring"), concatenated(rows, call, counts)
-
-    def by_verbs(call: plain.Call) -> Rows:
-        forms.append(call.opening.fields["form"])
-        if here:  # the others learn from the opening on what device rows are
-            opened(group, _NAME, {"device": call.verbs.name})
-        return plain.of_source(call, src)
+        return line, concatenated(rows, call, counts)
 
     def job() -> Any:
-        received, _ = performed(group, request, _NAME, algorithm, by_verbs)
+        received, _ = performed(group, request, _NAME, algorithm)
         (form,) = forms
         if here:
             result = request.restore(received)

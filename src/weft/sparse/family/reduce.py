@@ -99,12 +99,15 @@ def sparse_reduce(
     here = group.rank == dst
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
+        line = sibling(call, "direct")
+        if call.verbs is not None:
+            return line, plain.summed(call.verbs, rows, call)
         end = call.header.highest + 1
         ranges = [0] * (dst + 1) + [end] * (group.size - dst)
-        return sibling(call, "direct"), sums_in(ranges, rows, call)
+        return line, sums_in(ranges, rows, call)
 
     def job() -> Any:
-        result, _ = performed(group, request, _NAME, algorithm, plain.summed, apart=True)
+        result, _ = performed(group, request, _NAME, algorithm, apart=True)
         return request.restore(result) if here else None
 
     with preparing(group, _NAME) as call:

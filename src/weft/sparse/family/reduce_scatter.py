@@ -109,16 +109,15 @@ def sparse_reduce_scatter(
     bounds: list[int] = []
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
+        line = sibling(call, "reduce_scatter")
         bounds.extend(chosen or _balanced(call))
-        return sibling(call, "reduce_scatter"), sums_in(bounds, rows, call)
-
-    def by_verbs(call: plain.Call) -> Rows:
-        bounds.extend(chosen or _equal_ranges(call))
-        low, high = bounds[group.rank : group.rank + 2]
-        return plain.part_of(call.verbs, plain.summed(call), low, high)
+        if call.verbs is None:
+            return line, sums_in(bounds, rows, call)
+        sums = plain.summed(call.verbs, rows, call)
+        return line, plain.part_of(call.verbs, sums, *bounds[group.rank : group.rank + 2])
 
     def job() -> Any:
-        result, record = performed(group, request, _NAME, algorithm, by_verbs, apart=True)
+        result, record = performed(group, request, _NAME, algorithm, apart=True)
         note(group, replace(record, ranges=tuple(bounds)))
         return request.restore(result)
 
@@ -160,15 +159,11 @@ def sums_in(bounds: Sequence[int], rows: CanonicalRows, call: Call) -> Rows:
 
 
 def _balanced(call: Call) -> list[int]:
-    bounds = balanced_bounds(call.distribution, call.group.size)
-    return bounds if call.height is None else [*bounds[:-1], call.height]
-
-
-def _equal_ranges(call: plain.Call) -> list[int]:
-    """Ranges of as many indices each: every rank makes all sums anyway."""
-    end = call.highest + 1 if call.request.rows.height is None else call.request.rows.height
-    size = call.verbs.size
-    return [end * rank // size for rank in range(size + 1)]
+    size = call.group.size
+    end = call.header.highest + 1 if call.height is None else call.height
+    if call.verbs is not None:  # every rank makes all sums anyway
+        return [end * rank // size for rank in range(size + 1)]
+    return [*balanced_bounds(call.distribution, size)[:-1], end]
 
 
 def _checked(ranges: Sequence[int], size: int) -> tuple[int, ...]:
