@@ -173,13 +173,10 @@ def job_of(
     if not isinstance(rows, list):
         request = Request.of(rows, op, algorithm, wire_dtype)
         return functools.partial(reduce_one, group, request), request.device
-    requests = tables.requests_of(rows, op, algorithm, wire_dtype)
-    count = len(rows)  # of the list as it is now
-
-    def job() -> list[Any]:
-        return tables.reduced(group, requests)[:count]
-
-    return job, requests[0].device
+    of_all = Request.asked(op, algorithm, wire_dtype)
+    requests = tables.requests_of(rows, of_all)
+    job = functools.partial(tables.reduced, group, of_all, requests)
+    return job, tables.device_of(of_all, requests)
 
 
 def reduce_one(group: Group, request: Request) -> Any:
