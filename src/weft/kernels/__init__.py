@@ -334,7 +334,7 @@ def shares(slots: Sequence[Tensor], total: int) -> Shares:
         >>> given.of(0), given.of(1)
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
-    return cpu.shares(jit.required(), [slot.contiguous() for slot in slots], total)
+    return cpu.shares(jit.machine_code(), [slot.contiguous() for slot in slots], total)
 
 
 def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
@@ -351,4 +351,4 @@ def pick(slots: Tensor, shares: Shares, run: int, to: int) -> Picked:
         >>> pick(slots[1], shares(slots, 3), 1, to=0)
         Picked(rows=tensor([1], dtype=torch.int32), slots=tensor([1], dtype=torch.int32))
     """
-    return cpu.pick(jit.required(), slots.contiguous(), shares, run, to)
+    return cpu.pick(jit.machine_code(), slots.contiguous(), shares, run, to)

@@ -119,7 +119,7 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     raw[len(code.widths) : code.start] = 0
     raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
     address = out.data_ptr()
-    words: int = jit.required()[f"encode.{KINDS[indices.dtype]}"](
+    words: int = jit.machine_code()[f"encode.{KINDS[indices.dtype]}"](
         *(indices.data_ptr(), len(indices)),
         *(address, address + code.start, address + code.unary, (code.most - code.unary) // 8),
     )

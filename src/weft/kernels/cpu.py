@@ -282,7 +282,7 @@ def reduce(
         loop = code[f"take.{of}.{src}.{dst}"]
         order = order if rows is None else order.index_select(0, rows)
     else:
-        loop = code[f"reduce_{of}.{src}.{dst}.{total}.{name}"]
+        loop = code[f"reduce.{of}.{src}.{dst}.{total}.{name}"]
         begins, ends = starts[:-1], starts[1:]
         if rows is not None:
             begins, ends = begins.index_select(0, rows), ends.index_select(0, rows)
@@ -325,7 +325,7 @@ def combine(
         return False
     height, width = out.shape[0], math.prod(out.shape[1:])
     src, dst, _, name = kinds
-    loop = code[f"combine_{'numbers' if width == 1 else 'rows'}.{src}.{dst}.{name}"]
+    loop = code[f"combine.{'numbers' if width == 1 else 'rows'}.{src}.{dst}.{name}"]
     if loop is None:
         return False
     to = out.data_ptr()

@@ -552,8 +552,8 @@ def pick(slots, count, groups, positions, total, run, start, alone, rows, slots_
 
 # Values ---------------------------------------------------------------------------------------
 # The inner loop runs over the numbers of a row, in order, so it vectorises and never reorders
-# additions. Rows of one number have loops of their own, with the same arguments: through those of
-# rows they took two to six times as long.
+# additions. Of rows of one number (`of` is 1, else 0) it is none: so they took two to six times as
+# long.
 
 
 @register_jitable
@@ -588,7 +588,7 @@ def fetch(address, size):
 def take(of, src, dst, values, stride, order, count, width, out):
     """Copy the rows order[0], order[1], ... of `values` to those of `out`.
 
-    Rows of `values` lie `stride` bytes apart. `of` is 1 for rows of one number, else 0.
+    Rows of `values` lie `stride` bytes apart.
     """
     width = of or width
     order, out = longs(order, count), array(out, (count, width), dst)
@@ -602,37 +602,8 @@ def take(of, src, dst, values, stride, order, count, width, out):
     return 0
 
 
-def reduce_numbers(
-    src,
-    dst,
-    total,
-    combine,
-    values,
-    stride,
-    order,
-    last,
-    begins,
-    ends,
-    count,
-    width,
-    out,
-    sums,
-    sums_size,
-):
-    """`reduce_rows` of rows of one number."""
-    order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
-    out = array(out, count, dst)
-    for segment in range(count):
-        begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
-        number = narrow(widen(row_of(values, stride, order[begin], 1, src)[0]), total)
-        for place in range(begin + np.uint64(1), end):
-            other = widen(row_of(values, stride, order[place], 1, src)[0])
-            number = narrow(combine(number, other), total)
-        out[segment] = narrow(number, dst)
-    return 0
-
-
-def reduce_rows(
+def reduce(
+    of,
     src,
     dst,
     total,
@@ -652,8 +623,10 @@ def reduce_rows(
     """Reduce the rows order[begins[s]], ..., order[ends[s] - 1] to row s of `out`, for all s.
 
     Rows of `values` lie `stride` bytes apart; `order` has `last`. Sums are kept as `total`, in
-    `sums`: the rows of `out` if this is what `out` has, else one row for all.
+    `sums`: the rows of `out` if this is what `out` has, else one row for all; those of one number
+    in a register.
     """
+    width = of or width
     order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
     out = array(out, (count, width), dst)
     ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
@@ -661,6 +634,13 @@ def reduce_rows(
         begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
         target = out[segment]
         row = row_of(values, stride, order[begin], width, src)
+        if of:
+            number = narrow(widen(row[0]), total)
+            for place in range(begin + np.uint64(1), end):
+                other = row_of(values, stride, order[place], width, src)
+                number = narrow(combine(number, widen(other[0])), total)
+            target[0] = narrow(number, dst)
+            continue
         if begin + np.uint64(ahead) < np.uint64(last):
             fetch(values + stride * order[begin + np.uint64(ahead)], nearest)
         if end == begin + np.uint64(1):
@@ -682,26 +662,12 @@ def reduce_rows(
     return 0
 
 
-def combine_numbers(src, dst, combine, out, height, base, slots, values, stride, count, width):
-    """`combine_rows` of rows of one number."""
-    out, slots, outside = array(out, height, dst), ints(slots, count), 0
-    for i in range(count):
-        place = np.uint64(np.int64(place_of(slots[i])) - base)
-        if place >= np.uint64(height):
-            outside += 1
-            continue
-        number = widen(row_of(values, stride, i, 1, src)[0])
-        # without a branch: who is first is anybody's guess
-        both = combine(widen(out[place]), number)
-        out[place] = narrow(number if slots[i] < 0 else both, dst)
-    return outside
-
-
-def combine_rows(src, dst, combine, out, height, base, slots, values, stride, count, width):
+def combine(of, src, dst, combine, out, height, base, slots, values, stride, count, width):
     """Copy or add rows to the places that their slots say.
 
     Returns how many rows were left out, because their place is not one of `height` from `base` on.
     """
+    width = of or width
     out, slots, outside = array(out, (height, width), dst), ints(slots, count), 0
     for i in range(count):
         place = np.uint64(np.int64(place_of(slots[i])) - base)
@@ -710,7 +676,11 @@ def combine_rows(src, dst, combine, out, height, base, slots, values, stride, co
             continue
         target = out[place]
         row = row_of(values, stride, i, width, src)
-        if slots[i] < 0:
+        if of:  # without a branch: who is first is anybody's guess
+            number = widen(row[0])
+            both = combine(widen(target[0]), number)
+            target[0] = narrow(number if slots[i] < 0 else both, dst)
+        elif slots[i] < 0:
             for j in range(width):
                 target[j] = narrow(widen(row[j]), dst)
         else:

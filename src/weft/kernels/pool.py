@@ -43,5 +43,4 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="weft-kernel")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # the threads stay with the parent
+os.register_at_fork(after_in_child=_threads.cache_clear)  # the threads stay with the parent
