@@ -87,7 +87,7 @@ def splits_as_another_rank_breaks_the_group(late, place):
     """`late` waits for that: before it comes to be joined, or as the last, in its connecting."""
     there, begun = pathlib.Path(place), [pathlib.Path(f"{place}.{rank}") for rank in range(3)]
     with weft.init(timeout=600.0) as group:
-        own, come, attempt = group.session, control.exchange, Listener.attempt
+        own, come, connect = group.session, control.exchange, Listener.connect
 
         def until_it_broke():
             there.touch()
@@ -97,14 +97,13 @@ def splits_as_another_rank_breaks_the_group(late, place):
             until_it_broke()
             return come(*args)
 
-        def attempt_late(listener, rank, peer, *more):
-            if peer == 1:  # it is connected to rank 0 by now
-                until_it_broke()
-            return attempt(listener, rank, peer, *more)
+        def connect_late(*args):
+            until_it_broke()
+            return connect(*args)
 
         if group.rank == late:
             control.exchange = come_late if late < 2 else come
-            Listener.attempt = attempt_late if late == 2 else attempt
+            Listener.connect = connect_late if late == 2 else connect
         if group.rank == 3:
             until(lambda: there.exists() and all(each.exists() for each in begun))
             own.abort("no data")
@@ -121,6 +120,18 @@ def test_who_comes_to_be_joined_as_the_group_breaks_waits_for_nobody(tmp_path, l
     told = processes(4, splits_as_another_rank_breaks_the_group, late, place)
     for rank in range(3):
         assert told[rank] == f"rank {rank}: rank 3 gave up: no data; start the group again"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "near"),
+    [(["x", "x", "x", "x"], {2}), (["x", "x", "x", "y"], set()), (["", "", "", ""], set())],
+)
+def test_ranks_of_a_host_meet_if_all_ranks_have_the_same_machine_code(kinds, near):
+    joined = dict(store=None, ranks=range(4), timeout=1.0, name="a", process_group=None, where=None)
+    own = joining._Joining(rank=0, **joined)
+    hosts = ["red", "blue", "red", "blue"]
+    said = [control.Statement(*each, "", {}) for each in zip(hosts, kinds, strict=True)]
+    assert own._who_meets(said) == near
 
 
 def leaves_as_it_is_connected():

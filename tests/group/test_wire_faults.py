@@ -84,8 +84,8 @@ class Raising:
         raise KeyError("no such message")
 
 
-def make(start):
-    return Mine(tcp.make(start))
+def make(*given):
+    return Mine(tcp.make(*given))
 
 
 def init_over(make_wire):

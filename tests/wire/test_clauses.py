@@ -9,6 +9,7 @@ import wire_clauses
 from wire_clauses import ANY_WIRE, MEETINGS, MEETINGS_OF_PROCESSES, PROCESSES, clauses
 from wire_ranks import (
     far,
+    make,
     make_wires,
     mixed,
     on_new_processes,
@@ -18,10 +19,9 @@ from wire_ranks import (
 )
 
 from weft.kernels import jit
-from weft.wire.tcp import wire as tcp
 from weft.wire.threads import thread_wires
 
-TCP = {"one host": tcp.make, "hosts of one": far, "hosts of two": mixed}
+TCP = {"one host": make, "hosts of one": far, "hosts of two": mixed}
 DIES = (wire_clauses.dies, wire_clauses.forks, wire_clauses.meets_the_dead)
 meeting = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
 

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
 
 from weft.base.errors import AbsentError
-from weft.wire.tcp.listener import (
-    CONTROL,
-    MESSAGES,
-    Endpoint,
-    Listener,
-    is_transient,
-    round_trip,
-    suit_distance,
-)
+from weft.wire.tcp import listener
+from weft.wire.tcp.listener import LANES, Endpoint, Listener, round_trip, suit_distance
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="options of Linux's TCP")
 
 
 def joined(listeners, deadline, stack):
-    """The sockets of each rank, by peer, made at the same time; the stack closes them."""
+    """The sockets of each rank, by lane and peer, made at once; the stack closes them."""
     endpoints = [each.endpoint for each in listeners]
 
     def make(rank):
         peers = {peer: each for peer, each in enumerate(endpoints) if peer != rank}
-        made = listeners[rank].connect(rank, peers, MESSAGES, deadline)
-        for sock in made.values():
-            stack.callback(sock.close)
+        made = listeners[rank].connect(rank, peers, deadline)
+        for sockets in made:
+            for sock in sockets.values():
+                stack.callback(sock.close)
         return made
 
     with ThreadPoolExecutor(len(listeners)) as pool:
@@ -57,93 +50,66 @@ def test_every_two_ranks_are_joined_whoever_else_connects(listeners):
             stack.callback(stranger.close)
             stranger.sendall(words)  # nothing, something else, a rank without the token
         made = joined(listeners, time.monotonic() + 10.0, stack)
-        assert [sorted(sockets) for sockets in made] == [[1, 2], [0, 2], [0, 1]]
-        for rank, sockets in enumerate(made):
-            for peer, sock in sockets.items():
-                sock.setblocking(True)
-                sock.sendall(bytes([rank, peer]))
-        for rank, sockets in enumerate(made):
-            for peer, sock in sockets.items():
-                assert sock.recv(2) == bytes([peer, rank])
+        assert [[sorted(each) for each in lanes] for lanes in made] == [
+            [[1, 2]] * 2,
+            [[0, 2]] * 2,
+            [[0, 1]] * 2,
+        ]
+        ways = [
+            (rank, peer, lane) for rank in range(3) for lane in LANES for peer in made[rank][lane]
+        ]
+        for rank, peer, lane in ways:
+            made[rank][lane][peer].setblocking(True)
+            made[rank][lane][peer].sendall(bytes([rank, peer, lane]))
+        for rank, peer, lane in ways:
+            assert made[rank][lane][peer].recv(3) == bytes([peer, rank, lane])
 
 
-def test_who_comes_for_another_purpose_is_refused(listeners):
-    """A control link is not taken for the socket of messages."""
-    ends = [each.endpoint for each in listeners[:2]]
-    until = time.monotonic() + 1.0
-    with ThreadPoolExecutor(2) as pool:
-        waits = pool.submit(listeners[0].connect, 0, {1: ends[1]}, MESSAGES, until)
-        comes = pool.submit(listeners[1].connect, 1, {0: ends[0]}, CONTROL, until)
-        for each in (waits, comes):
-            with pytest.raises(AbsentError):
-                each.result()
-
-
-def test_a_rank_that_comes_early_has_to_come_again_and_no_warning_is_logged(listeners, caplog):
-    first, second, third = listeners
-    until = time.monotonic() + 20.0
-    with ThreadPoolExecutor(2) as pool:
-        waits = pool.submit(
-            first.connect, 0, {1: second.endpoint}, MESSAGES, until, lambda: None, {2}
-        )
-        early = third.attempt(2, 0, first.endpoint, MESSAGES)
-        with early.sock, pytest.raises(ConnectionResetError) as caught:
-            while not early.advance():
-                early.sleep(0.1)
-        assert is_transient(caught.value)
-        comes = pool.submit(second.connect, 1, {0: first.endpoint}, MESSAGES, until)
-        for each in (waits, comes):
-            for sock in each.result().values():
-                sock.close()
-    assert caplog.messages == []
-
-
-def test_a_rank_that_comes_as_this_one_leaves_is_not_called_a_stranger(listeners, caplog):
+def test_a_rank_that_gives_up_is_not_called_a_stranger(listeners, caplog):
     first, second, _ = listeners
-    acceptor = first.acceptor(0, 1)
-    attempt = second.attempt(1, 0, first.endpoint, MESSAGES)
-    with attempt.sock:
-        assert not list(acceptor.proven(10.0))  # the nonce is sent
-        attempt.sleep(10.0)
-        attempt.advance()  # the hello and the proof are sent
-        select.select([acceptor], [], [], 10.0)
-        acceptor.close()
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize("leaves", [False, True], ids=["goes on", "leaves"])
-def test_an_attempt_that_a_rank_ends_is_not_called_a_stranger(listeners, caplog, leaves):
-    """As one of two ranks that connect to each other does, once the other came through."""
-    first, second, _ = listeners
-    acceptor = first.acceptor(0, 1)
-    attempts = [second.attempt(1, 0, first.endpoint, MESSAGES) for _ in range(2)]
-    for _ in attempts:
-        assert not list(acceptor.proven(10.0))  # the nonce is sent
-    attempts[0].sleep(10.0)
-    attempts[0].sock.recv(1)  # else to close it is a reset
-    attempts[0].sock.shutdown(socket.SHUT_WR)
-    attempts[1].sock.close()
-    if not leaves:
-        while select.select([acceptor], [], [], 0.5)[0]:
-            assert not list(acceptor.proven(10.0))
-    acceptor.close()
-    attempts[0].sock.close()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.connect, 0, {1: second.endpoint}, time.monotonic() + 1.0)
+        gone = first.endpoint
+        with socket.create_connection((gone.address, gone.port)) as early:
+            early.recv(16)
+        with pytest.raises(AbsentError, match="rank 1 did not connect"):
+            waits.result()
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("words", [b"", b"GET /"])
 def test_who_stays_or_says_something_else_is_a_stranger(listeners, caplog, words):
     endpoint = listeners[0].endpoint
-    acceptor = listeners[0].acceptor(0, 1)
-    with socket.create_connection((endpoint.address, endpoint.port)) as stranger:
-        assert not list(acceptor.proven(10.0))
+    with ExitStack() as stack:
+        stranger = stack.enter_context(socket.create_connection((endpoint.address, endpoint.port)))
         if words:
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
-        acceptor.close()
+        joined(listeners[:2], time.monotonic() + 20.0, stack)
     assert caplog.messages == [
         "rank 0 refused a connection from 127.0.0.1: it did not prove that it knows the token"
     ]
+
+
+def test_more_strangers_than_there_is_room_for_keep_nobody_out(listeners, monkeypatch):
+    """Also where a rank was taken for one of them: it comes again."""
+    monkeypatch.setattr(listener, "STRANGERS", 2)
+    endpoint = listeners[0].endpoint
+    ended = threading.Event()
+
+    def pester():
+        with ExitStack() as stack, suppress(OSError):  # once nobody listens any more
+            while not ended.is_set():
+                at = endpoint.address, endpoint.port
+                stack.enter_context(socket.create_connection(at))
+
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        pool.submit(pester)
+        stack.callback(ended.set)
+        made = joined(listeners, time.monotonic() + 20.0, stack)
+        for each in listeners:
+            each.__exit__()
+    assert [sorted(messages) for messages, _ in made] == [[1, 2], [0, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,9 +120,7 @@ def test_where_no_file_is_left_no_other_rank_is_to_blame(listeners, no_file_left
         no_file_left(),
         pytest.raises(OSError, match=r"no file descriptor .* \(ulimit -n, or"),
     ):
-        listeners[rank].connect(
-            rank, {peer: listeners[peer].endpoint}, MESSAGES, time.monotonic() + 20.0
-        )
+        listeners[rank].connect(rank, {peer: listeners[peer].endpoint}, time.monotonic() + 20.0)
 
 
 class Gone(Exception):
@@ -175,44 +139,43 @@ def test_who_will_not_come_is_not_waited_for(listeners):
                     raise Gone
 
             with pytest.raises(Gone):
-                listeners[rank].connect(
-                    rank, {peer: endpoint}, MESSAGES, time.monotonic() + 300.0, check
-                )
+                listeners[rank].connect(rank, {peer: endpoint}, time.monotonic() + 300.0, check)
 
 
 def test_who_reads_along_cannot_come_in_a_rank_s_place(listeners):
     """It hears all that two ranks say, and says it itself before it lets it pass."""
-    listener, other, _ = listeners
-    at = listener.endpoint.address, listener.endpoint.port
+    first, other, _ = listeners
+    at = first.endpoint.address, first.endpoint.port
     said, answers = [], []
 
     def between():
         with server:
             server.accept()[0].close()  # as with too many connections: the rank connects again
-            near, _ = server.accept()
-            far = socket.create_connection(at)
-            own = socket.create_connection(at)
-            with near, far, own:
-                near.sendall(nonce := far.recv(16))
-                said.append(near.recv(56))
-                own.recv(16)
-                own.sendall(said[-1])
-                answers.append(own.recv(32))
-                far.sendall(said[-1])
-                near.sendall(proof := far.recv(32))
-                said.extend((nonce, proof))
+            for _ in LANES:
+                near, _ = server.accept()
+                far = socket.create_connection(at)
+                own = socket.create_connection(at)
+                with near, far, own:
+                    near.sendall(nonce := far.recv(16))
+                    hello = near.recv(56)
+                    own.recv(16)
+                    own.sendall(hello)
+                    answers.append(own.recv(32))
+                    far.sendall(hello)
+                    near.sendall(proof := far.recv(32))
+                    said.extend((hello, nonce, proof))
 
     with ExitStack() as stack:
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(10.0)
         thread = threading.Thread(target=between)
         thread.start()
-        listener.endpoint = replace(listener.endpoint, port=server.getsockname()[1])
-        made = joined([listener, other], time.monotonic() + 10.0, stack)
+        first.endpoint = replace(first.endpoint, port=server.getsockname()[1])
+        made = joined([first, other], time.monotonic() + 10.0, stack)
         thread.join()
-    assert sorted(made[1]) == [0]
-    assert answers == [b""] and len(set(said)) == 3
-    token = listener.endpoint.token
+    assert [sorted(sockets) for sockets in made[1]] == [[0], [0]]
+    assert answers == [b"", b""] and len(set(said)) == 6
+    token = first.endpoint.token
     assert token.encode() not in b"".join(said) and bytes.fromhex(token) not in b"".join(said)
 
 
@@ -228,7 +191,7 @@ def test_who_listens_in_a_rank_s_place_is_found_out(listeners):
         thread = threading.Thread(target=listen)
         thread.start()
         with pytest.raises(AbsentError, match=r"rank 0 cannot .* does not know the token of that"):
-            listeners[1].connect(1, {0: endpoint}, MESSAGES, time.monotonic() + 10.0)
+            listeners[1].connect(1, {0: endpoint}, time.monotonic() + 10.0)
         thread.join()
 
 
@@ -239,7 +202,8 @@ def test_ranks_of_one_host_have_unix_sockets():
         made = joined(listeners, time.monotonic() + 10.0, stack)
         unix = {
             (rank, peer)
-            for rank, sockets in enumerate(made)
+            for rank, lanes in enumerate(made)
+            for sockets in lanes
             for peer, sock in sockets.items()
             if sock.family == socket.AF_UNIX
         }
@@ -251,7 +215,7 @@ def test_who_does_not_come_is_named(listeners):
     endpoints = {rank: each.endpoint for rank, each in enumerate(others, start=1)}
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="ranks 1 and 2 did not connect"):
-        listener.connect(0, endpoints, MESSAGES, time.monotonic() + 0.3)
+        listener.connect(0, endpoints, time.monotonic() + 0.3)
     assert time.monotonic() - began < 5.0
 
 
@@ -260,13 +224,13 @@ def test_who_cannot_be_reached_is_named(listeners):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = Endpoint("127.0.0.1", closed.getsockname()[1], "0" * 32)
     with pytest.raises(AbsentError, match=r"^rank 0 cannot be reached at 127.0.0.1 port .*refused"):
-        other.connect(1, {0: endpoint}, MESSAGES, time.monotonic() + 5.0)
+        other.connect(1, {0: endpoint}, time.monotonic() + 5.0)
 
 
 def test_no_time_left_is_said(listeners):
     endpoints = {0: listeners[0].endpoint}
     with pytest.raises(TimeoutError, match="no time was left"):
-        listeners[1].connect(1, endpoints, MESSAGES, time.monotonic() - 1.0)
+        listeners[1].connect(1, endpoints, time.monotonic() - 1.0)
 
 
 def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
@@ -274,7 +238,7 @@ def test_an_endpoint_that_is_shut_leaves_nothing_open(listeners, nothing_left):
         shut = gone.endpoint
     endpoints = {0: listeners[0].endpoint, 1: replace(shut, token="0" * 32)}
     with nothing_left(), pytest.raises(AbsentError):
-        listeners[2].connect(2, endpoints, MESSAGES, time.monotonic() + 0.5)
+        listeners[2].connect(2, endpoints, time.monotonic() + 0.5)
 
 
 def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
@@ -287,7 +251,7 @@ def test_a_link_that_is_not_up_yet_is_waited_for(listeners, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect_ex", failing)
     with ExitStack() as stack:
         made = joined(listeners[:2], time.monotonic() + 10.0, stack)
-        assert not failures and [sorted(sockets) for sockets in made] == [[1], [0]]
+        assert not failures and [sorted(messages) for messages, _ in made] == [[1], [0]]
 
 
 def test_an_address_of_another_machine_is_refused():

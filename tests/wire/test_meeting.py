@@ -7,7 +7,6 @@ then a test can write to any page, and cut any connection.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -21,21 +20,17 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 import pytest
 import torch
 from wire_clauses import ANY_WIRE, PROCESSES, clauses
-from wire_ranks import make_wires, on_new_processes, on_threads, status_of, swap_often
+from wire_ranks import make, make_wires, mixed, on_new_processes, on_threads, status_of, swap_often
 
 from weft.base.pace import patient
 from weft.kernels import jit
 from weft.kernels.page import BEGUN, DEPTH, ENTRIES, ENTRY, LINE, READ
 from weft.wire.interface import MEETS, Failure, WireFailed
-from weft.wire.tcp import meeting
-from weft.wire.tcp import wire as tcp
+from weft.wire.tcp import meeting, shm
 
 SOON = 20.0  # seconds in which what must come comes, on an idle machine
 
 pytestmark = pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
-
-
-make = tcp.make
 
 
 # whose waits and closes go through the code that sleeps while ranks meet
@@ -119,15 +114,16 @@ def lines(wire):
 # who may
 
 
-@pytest.mark.parametrize("reason", ["code", "architecture", "room"])
+@pytest.mark.parametrize("reason", ["a segment", "room"])
 def test_ranks_meet_if_all_may(wires, monkeypatch, reason):
-    if reason in ("code", "architecture"):
-        calls = itertools.count()
-        one = "" if reason == "code" else "another"
-        real = meeting.architecture()
-        monkeypatch.setattr(meeting, "architecture", lambda: real if next(calls) else one)
     if reason == "room":
         monkeypatch.setattr(meeting, "MEETS", 1 << 30)
+    else:
+        calls = itertools.count()
+        make_segment = shm.Segment.make
+        monkeypatch.setattr(
+            shm.Segment, "make", lambda **given: make_segment(**given) if next(calls) else None
+        )
     for wire in wires(3):
         assert wire.near == {wire.rank}
         with pytest.raises(ValueError, match="no ranks meet over this wire"):
@@ -135,10 +131,7 @@ def test_ranks_meet_if_all_may(wires, monkeypatch, reason):
 
 
 def test_ranks_of_one_host_meet_in_a_wire_over_several(wires):
-    def factory(start):
-        return make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
-
-    some = wires(5, factory)
+    some = wires(5, mixed)
     assert [sorted(wire.near) for wire in some] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
 
     def body(wire):
@@ -149,7 +142,7 @@ def test_ranks_of_one_host_meet_in_a_wire_over_several(wires):
         with pytest.raises(ValueError, match=r"rank \d cannot meet ranks \[0, 1, 2, 3, 4\]: pass"):
             wire.meet(b"", [0, 1, 2, 3, 4])
 
-    together(some, body)
+    together(some[:4], body)
 
 
 # what happens in the middle

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import psutil
 import pytest
 import torch
-from wire_ranks import far, make_wires, status_of
+from wire_ranks import far, make, make_wires, status_of
 
 from weft.base.memory import Pool
 from weft.base.pace import patient
@@ -271,7 +271,7 @@ def test_a_close_by_a_handler_during_a_sleep_sends_what_was_posted_before(ends):
 
 @pytest.mark.skipif(jit.loops() is None, reason="there is no machine code here")
 def test_who_fails_just_before_it_sleeps_while_ranks_meet_does_not_sleep(monkeypatch):
-    first, second = make_wires(tcp.make, 2)
+    first, second = make_wires(make, 2)
     given = Failure("aborted", 1, "rank 1 died")
 
     def fail():
@@ -471,13 +471,13 @@ def test_a_factory_that_fails_leaves_no_descriptor(monkeypatch, nothing_left):
 
     monkeypatch.setattr(shm, "exchange", dying)
     with nothing_left(), pytest.raises(ConnectionError, match="went away"):
-        make_wires(tcp.make, 2)
+        make_wires(make, 2)
 
 
-@pytest.mark.parametrize("make", [tcp.make, far])
-def test_ranks_are_connected_from_the_start_and_nobody_listens_then(make):
+@pytest.mark.parametrize("making", [make, far])
+def test_ranks_are_connected_from_the_start_and_nobody_listens_then(making):
     before = listening()
-    wires = make_wires(make, 3)
+    wires = make_wires(making, 3)
     connected = [sorted(wire.connections) for wire in wires]
     left = listening() - before
     for wire in wires:

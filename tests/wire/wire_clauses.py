@@ -698,7 +698,7 @@ def forks(wire, soon):
 # Meetings ---------------------------------------------------------------------------------------
 
 
-@clause(MEETINGS, 1, 2, 4)
+@clause(MEETINGS, 2, 4)
 def meets(wire, soon):
     """ranks that meet hear each other's bytes, in the order that each asks for."""
     assert isinstance(wire, Meeting)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,21 +25,55 @@ from weft.rendezvous import places
 from weft.testing import run
 from weft.testing.threads import on_threads as outcomes_on_threads
 from weft.wire.interface import Failure
-from weft.wire.start import Start
 from weft.wire.tcp import wire as tcp
+from weft.wire.tcp.listener import Endpoint, Listener
+from weft.wire.tcp.meeting import architecture
 from weft.wire.threads import thread_wires
 
 LIMIT = 60.0  # seconds that ranks may take together, on an idle machine
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a rank's wire is made from.
+
+    Attributes:
+        rank, size: the rank, and how many there are.
+        exchange: tells all ranks a few bytes, and returns every rank's.
+    """
+
+    rank: int
+    size: int
+    exchange: Callable[[bytes], list[bytes]]
+
+
+def make(start, hosts=lambda rank: "host"):
+    """The wire of a rank, whose hosts are named by a function of the ranks."""
+    deadline = time.monotonic() + patient(LIMIT)
+    with Listener("127.0.0.1", 64, hosts(start.rank)) as listener:
+        own = json.dumps(dataclasses.astuple(listener.endpoint)).encode()
+        endpoints = [Endpoint(*json.loads(each)) for each in start.exchange(own)]
+        peers = {peer: each for peer, each in enumerate(endpoints) if peer != start.rank}
+        sockets, control = listener.connect(start.rank, peers, deadline)
+    for sock in control.values():
+        sock.close()
+    near = {peer for peer in peers if hosts(peer) == hosts(start.rank) and architecture()}
+    try:
+        return tcp.make(start.rank, sockets, near, start.exchange, Pool(), deadline)
+    except BaseException:
+        for sock in sockets.values():
+            sock.close()
+        raise
+
+
 def far(start):
     """As between hosts: each rank has one of its own."""
-    return tcp.make(dataclasses.replace(start, host=f"host {start.rank}"))
+    return make(start, "host {}".format)
 
 
 def mixed(start):
     """Two ranks on each host."""
-    return tcp.make(dataclasses.replace(start, host=f"host {start.rank // 2}"))
+    return make(start, lambda rank: f"host {rank // 2}")
 
 
 def make_wires(make, size):
@@ -53,7 +89,7 @@ def make_wires(make, size):
             meeting.wait()  # until all have read
             return everyones
 
-        return make(Start(rank, size, LIMIT, "host", exchange, Pool()))
+        return make(Start(rank, size, exchange))
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(made, range(size)))
@@ -68,7 +104,7 @@ def on_threads(size, body, make=thread_wires):
     return results(outcomes_on_threads(make(size), program, patient(LIMIT)), "threads")
 
 
-def on_processes(size, body, make=tcp.make):
+def on_processes(size, body, make=make):
     """The same on processes that other tests run on, too; `make(start)` makes a rank's wire."""
     store, port = places.host(places.LOOPBACK)
     try:
@@ -77,7 +113,7 @@ def on_processes(size, body, make=tcp.make):
         del store
 
 
-def on_new_processes(size, body, make=tcp.make, dies=()):
+def on_new_processes(size, body, make=make, dies=()):
     """The same on processes that may end; those of the ranks `dies` do, whose result is None."""
     store, port = places.host(places.LOOPBACK)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -146,7 +182,7 @@ def on_a_wire(rank, size, port, folders, functions):
         store.set(f"{number} {rank}", data)
         return [store.get(f"{number} {each}") for each in range(size)]
 
-    return ended(make(Start(rank, size, LIMIT, "host", exchange, Pool(), store=store)), body)
+    return ended(make(Start(rank, size, exchange)), body)
 
 
 def ended(wire, body):

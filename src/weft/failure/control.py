@@ -1,7 +1,7 @@
-"""How the control links of a group are made: before any wire, which is then made over them.
+"""How the ranks of a group are connected: by control links, and by sockets for the wire.
 
 At the store each rank says where it listens. If a rank is in trouble, every rank raises the same.
-Then a socket joins every two ranks (`tcp.listener`).
+Then two sockets join every two ranks (`tcp.listener`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from ..base.errors import AbsentError, WeftError
 from ..rendezvous.address import own_address
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import Look, exchange
-from ..wire.start import check_nothing
-from ..wire.tcp.listener import CONTROL, STRANGERS, Endpoint, Listener, make_room
+from ..wire.tcp.listener import (
+    LANES,
+    STRANGERS,
+    Endpoint,
+    Listener,
+    Sockets,
+    check_nothing,
+    make_room,
+)
+from ..wire.tcp.meeting import architecture
 from .links import ControlLinks, SocketLinks
 
 _BUFFER = 1 << 17  # bytes that a link takes at once, whatever its peer does
@@ -28,16 +36,18 @@ PATIENCE = 5.0  # seconds in which the others can answer, and read why there is 
 
 
 @dataclass(frozen=True, slots=True)
-class _Statement:
+class Statement:
     """What a rank says at the store.
 
     Attributes:
         host: the name of its host.
+        kind: of the machine code that ranks of a host meet by; "": it has none.
         trouble: why it cannot be joined, or "".
         endpoint: where it listens, as the values of an `Endpoint`; empty: nowhere.
     """
 
     host: str
+    kind: str
     trouble: str
     endpoint: dict[str, object]
 
@@ -49,8 +59,8 @@ def join_links(
     timeout: float,
     trouble: str,
     look: Look,
-) -> tuple[ControlLinks, list[str]]:
-    """Join this rank to all others by control links; collective.
+) -> tuple[ControlLinks, Sockets, list[Statement]]:
+    """Join this rank to all others by control links, and by sockets for messages; collective.
 
     Args:
         store: that all ranks share.
@@ -60,7 +70,7 @@ def join_links(
         look: called until all have come and are connected; raises once one is known not to come.
 
     Returns:
-        The links of this rank, and for each rank the name of its host.
+        The links of this rank, its sockets for messages, and what each rank has said.
 
     Raises:
         WeftError: a rank is in trouble, may not open as many files, or cannot listen. The same on
@@ -75,23 +85,26 @@ def join_links(
         endpoint: dict[str, object] = {}
         try:
             trouble = trouble or make_room(size - 1) or ""
-            listener = stack.enter_context(_listener(store, size))
+            backlog = len(LANES) * size + STRANGERS
+            listener = stack.enter_context(Listener(own_address(store), backlog, own_host()))
             endpoint = asdict(listener.endpoint)
         except OSError as error:
             trouble = trouble or f"it cannot listen: {error}"
-        own = asdict(_Statement(own_host(), trouble, endpoint))
+        own = asdict(Statement(own_host(), architecture(), trouble, endpoint))
         values = exchange(store, "statement", own, rank, size, timeout, "did not join", look)
-        statements = [_Statement(**each) for each in values]
+        statements = [Statement(**each) for each in values]
         _raise_trouble(statements, store, rank)  # also where this one cannot listen
-        links = _over_sockets(listener, statements, rank, deadline, check)
-    return links, [each.host for each in statements]
+        peers = {}
+        for peer, each in enumerate(statements):
+            if peer != rank:
+                peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's values
+        messages, control = listener.connect(rank, peers, deadline, check)
+    for sock in control.values():
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    return SocketLinks(control), messages, statements
 
 
-def _listener(store: dist.Store, size: int) -> Listener:
-    return Listener(own_address(store), size + STRANGERS, own_host())
-
-
-def _raise_trouble(statements: Sequence[_Statement], store: dist.Store, rank: int) -> None:
+def _raise_trouble(statements: Sequence[Statement], store: dist.Store, rank: int) -> None:
     """Raise the trouble of the first rank that has any, on every rank."""
     for peer, each in enumerate(statements):
         if each.trouble:
@@ -99,25 +112,3 @@ def _raise_trouble(statements: Sequence[_Statement], store: dist.Store, rank: in
             with contextlib.suppress(RuntimeError, AbsentError):  # of one that has died meanwhile
                 exchange(store, "read", "", rank, len(statements), PATIENCE, "")
             raise WeftError(f"rank {peer}: {each.trouble}")
-
-
-def _over_sockets(
-    listener: Listener,
-    statements: Sequence[_Statement],
-    rank: int,
-    deadline: float,
-    check: Callable[[], None],
-) -> ControlLinks:
-    """Links over a socket to each peer; by the deadline, or an error says who did not come.
-
-    `check` is called again and again; it raises what ends the wait.
-    """
-    peers = {}
-    for peer, each in enumerate(statements):
-        if peer != rank:
-            peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's values
-    sockets = listener.connect(rank, peers, CONTROL, deadline, check)
-    for sock in sockets.values():
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        sock.setblocking(False)
-    return SocketLinks(sockets)

@@ -285,12 +285,6 @@ class Detector:
         everyones[self.rank] = data
         return [everyones[rank] for rank in sorted(everyones)]
 
-    def check_peers(self) -> None:
-        """Raise WireError if a rank has died, or left, as far as this one knows."""
-        leavers = list(self.leavers)
-        if self.verdict is not None or leavers:
-            raise self._not_exchanged(leavers)
-
     def _not_exchanged(self, late: Sequence[int]) -> WireError:
         """The error where these ranks' bytes did not come."""
         if self.verdict is not None:

@@ -20,7 +20,7 @@ from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
 from ..base.memory import Pool
 from ..base.pace import patient
-from ..failure.control import join_links
+from ..failure.control import Statement, join_links
 from ..failure.detector import Detector
 from ..failure.links import ControlLinks
 from ..failure.verdict import SAME_ORDER, in_the_job
@@ -36,8 +36,7 @@ from ..rendezvous.store import (
     pauses,
 )
 from ..rendezvous.world import own_rank
-from ..wire.interface import Wire
-from ..wire.start import Start, seconds_left
+from ..wire.tcp.listener import Sockets
 from ..wire.tcp.wire import alone, make
 from .group import Group
 from .session import Session
@@ -133,24 +132,23 @@ class _Joining:
         self.deadline = time.monotonic() + self.timeout
         if self.size == 1:
             return self._session_alone(trouble)
-        space, links, hosts = self._meet(trouble)
+        space, links, sockets, statements = self._meet(trouble)
         memory = Pool()
         detector = Detector(self.rank, self.timeout, links, slow, global_ranks=self.ranks)
-        start = Start(
-            rank=self.rank,
-            size=self.size,
-            timeout=seconds_left(self.deadline),
-            host=hosts[self.rank],
-            exchange=functools.partial(detector.exchange, until=self.deadline),
-            memory=memory,
-            check=detector.check_peers,
-            store=dist.PrefixStore("wire", space),
-        )
         try:
             detector.start()
-            wire = _made_by_all(start)
+            wire = make(
+                self.rank,
+                sockets,
+                self._who_meets(statements),
+                functools.partial(detector.exchange, until=self.deadline),
+                memory,
+                self.deadline,
+            )
         except BaseException as error:
             detector.close()  # which tells the others what this rank raised
+            for sock in sockets.values():
+                sock.close()
             if isinstance(error, WireError):  # of one that has ended because of other news
                 self._look_for_news(error)
             elif isinstance(error, OSError):
@@ -160,7 +158,7 @@ class _Joining:
         return Session(
             wire,
             self.timeout,
-            hosts,
+            [each.host for each in statements],
             detector=detector,
             memory=memory,
             join=functools.partial(_join_part, space),
@@ -182,20 +180,31 @@ class _Joining:
             global_ranks=self.ranks,
         )
 
-    def _meet(self, trouble: str) -> tuple[dist.Store, ControlLinks, list[str]]:
+    def _meet(
+        self, trouble: str
+    ) -> tuple[dist.Store, ControlLinks, Sockets, list[Statement]]:
         """Meet the others at the store: the part of it that these ranks have, and `join_links`."""
         space = None
         try:
             store = AnsweringStore(self.store, self.deadline)
             generation = store.add(f"weft/{self.name}/{self.rank}", 1)
             space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
-            links, hosts = join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
+            return space, *join_links(
+                space, self.rank, self.size, self.timeout, trouble, self.look
+            )
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             self._look_for_news(error)
             raise self._not_joined(error, space) from error
-        return space, links, hosts
+
+    def _who_meets(self, statements: Sequence[Statement]) -> set[int]:
+        """The others of this host, if all ranks have the same machine code to meet by."""
+        own = statements[self.rank]
+        if {each.kind for each in statements} != {own.kind} or not own.kind:
+            return set()
+        near = {rank for rank, each in enumerate(statements) if each.host == own.host}
+        return near - {self.rank}
 
     def _look_for_news(self, error: Exception) -> None:
         """Raise the news that has ended the wait too early, as soon as this rank has it.
@@ -252,17 +261,6 @@ class _Joining:
         said = str(error).splitlines()[0]
         why = f"the store failed ({said}): is {host} gone or stopped, or was this rank stopped?"
         return why, culprit
-
-
-def _made_by_all(start: Start) -> Wire:
-    """This rank's wire, once all ranks have theirs."""
-    wire = make(start)
-    try:
-        start.exchange(b"made")
-    except BaseException:
-        wire.close()
-        raise
-    return wire
 
 
 def _join_part(space: dist.Store, ranks: tuple[int, ...], name: str, parent: Session) -> Session:

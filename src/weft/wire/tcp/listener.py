@@ -1,22 +1,18 @@
-"""Sockets between ranks, each of which has proved who it is.
+"""Sockets between every two ranks, each of which has proved who it is.
 
-Each rank listens on a port of its own and tells the others its address. It connects to the ranks
-below it, and accepts those above. The lane says what a socket is for: messages, or a control link;
-each has a listener of its own. Between ranks of one host these are Unix sockets if possible: a rank
-also listens under an abstract name (no file) that is made of its token; if a peer finds nobody
-under that name, it connects by TCP.
+Each rank listens on a port of its own, and the others read its address at the store. It connects to
+all ranks below it at once, and accepts those above, for each of two lanes: messages, and control
+links. Between ranks of one host these are Unix sockets if possible: a rank also listens under an
+abstract name (no file) that is made of its token; if a peer finds nobody under that name, it
+connects by TCP. Once all are connected, nobody listens any more.
 
-Each listener has a random token, known to its ranks from the store or from the control links. Both
-ends of a connection prove that they know it, without sending it, in three messages:
+Each listener has a random token, known to its ranks from the store. Both ends of a connection prove
+that they know it, without sending it, in three messages:
 
 * the listener sends a nonce: random bytes, new for each connection;
 * the other end sends its hello, which is its rank, the lane and a nonce of its own, and an HMAC
   with the token as key: of the words "weft connects", the listener's nonce, and the hello;
 * the listener sends one of the words "weft listens", and of the same nonce and hello.
-
-`Attempt` is the end that connects, `Candidate` a connection at the listener's end, and `Acceptor`
-has all candidates of a listener. A wire polls them while it moves messages; `Listener.connect`
-waits for them.
 
 So strangers are refused, and a recorded handshake cannot be replayed. What follows on the
 connection is not signed.
@@ -33,43 +29,44 @@ import logging
 import os
 import resource
 import secrets
-import select
 import selectors
 import socket
 import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest, digest
 from typing import Any
 
 import psutil
 
-from ...base.errors import AbsentError, WireError
+from ...base.errors import AbsentError
 from ...rendezvous.address import NO_SIGNAL
-from ..start import check_nothing
 
 MESSAGES = 0
 CONTROL = 1
 LANES = (MESSAGES, CONTROL)
 """What a socket is for."""
 
-AGAIN = 0.1
-"""Seconds after which to try again where what failed may pass."""
-
 STRANGERS = 128
 """Open connections, beyond the ranks', that have not proved who they are."""
 
+_AGAIN = 0.1  # seconds after which to try again where what failed may pass
 _TOKEN = 16  # bytes
 _NONCE = 16  # bytes
 _PROOF = 32  # bytes of an HMAC
-# The first two pass when a link has just come up. The others come of a listener that had too many
-# candidates, and took this one for a stranger.
-_TRANSIENT = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.EPIPE}
+# The first two pass when a link has just come up. The next two come of a listener that had too many
+# candidates, and took this one for a stranger; the last of a Unix socket whose queue is full.
+_TRANSIENT = {
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ECONNRESET,
+    errno.EPIPE,
+    errno.EAGAIN,
+}
 _WITHOUT_FILES = {errno.EMFILE, errno.ENFILE}  # of this process, of the system
-_UNIX_TIMEOUT = 1.0  # seconds that a listener on this host has to accept
 _HAS_ABSTRACT_NAMES = sys.platform.startswith("linux")  # of Unix sockets
 _HELLO = struct.Struct(f"!II{_NONCE}s")  # rank, lane, and nonce of the end that connects
 _DISTANT = 5_000  # microseconds of a round trip: no network within a building takes as long
@@ -77,11 +74,21 @@ _CONTROL = b"bbr"  # the congestion control of connections between distant hosts
 _ROUND_TRIP = 148  # where Linux's `struct tcp_info` has the shortest round trip, in microseconds
 _CONNECTS = b"weft connects"  # prefixes of what the HMACs are of: which end sends it
 _LISTENS = b"weft listens"
+_UNPROVEN = "it did not prove that it knows the token"
 _OWN_FILES = 16  # that a group opens besides its connections: listener, selectors, wake-up
 _ASSUMED_FILES = 32  # that are open, where their number cannot be found
 _SPARE_FILES = 128  # for the rest of the program, if the hard limit allows
 
 _log = logging.getLogger("weft")
+
+Sockets = dict[int, socket.socket]
+"""By peer."""
+
+_Way = tuple[int, int]  # a peer and a lane
+
+
+def check_nothing() -> None:
+    """What `check` is where nobody watches the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,11 @@ class Endpoint:
 
 
 class Listener:
-    """Makes the sockets of one rank for one lane; use it as a context manager.
+    """Where one rank listens; use it as a context manager.
 
     Attributes:
         endpoint: what the other ranks must know to connect.
+        sockets: that listen.
     """
 
     def __init__(self, address: str, backlog: int, host: str = "") -> None:
@@ -117,240 +125,333 @@ class Listener:
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         self._scope = f"%{name[3]}" if name[3:] and name[3] else ""  # of IPv6: an interface here
-        self._sock = socket.create_server(name, family=family, backlog=backlog)
-        port = self._sock.getsockname()[1]
+        self.sockets = [socket.create_server(name, family=family, backlog=backlog)]
+        port = self.sockets[0].getsockname()[1]
         self.endpoint = Endpoint(address.partition("%")[0], port, secrets.token_hex(_TOKEN), host)
-        # without it the ranks of this host come by TCP, as all others
-        self._unix = _unix(self.endpoint.token, backlog=backlog) if host else None
+        if host and _HAS_ABSTRACT_NAMES:
+            # without it the ranks of this host come by TCP, as all others
+            with contextlib.suppress(OSError):
+                self.sockets.append(_listening_near(self.endpoint.token, backlog))
+        for sock in self.sockets:
+            sock.setblocking(False)
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for sock in self.sockets:
+            sock.close()
 
     def connect(
         self,
         rank: int,
         peers: Mapping[int, Endpoint],
-        lane: int,
         deadline: float,
         check: Callable[[], None] = check_nothing,
-        later: Container[int] = (),
-    ) -> dict[int, socket.socket]:
+    ) -> tuple[Sockets, Sockets]:
         """Connect to lower ranks, and accept higher ones.
 
         Args:
             rank: this rank.
             peers: where each other rank listens.
-            lane: what the sockets are for.
             deadline: as `time.monotonic` tells it.
-            check: called again and again; raises a WireError, or no OSError, if somebody will not
-                come.
-            later: ranks that are to connect some time. One that does so now has to come again.
+            check: called about ten times a second; raises if somebody will not come.
 
         Returns:
-            The sockets, by peer.
+            The sockets for messages, and those for control links; non-blocking.
 
         Raises:
             AbsentError: somebody could not be reached, or did not come in time.
-            OSError: the connection to somebody broke, or no file may be opened any more.
+            OSError: no file may be opened any more.
         """
-        sockets: dict[int, socket.socket] = {}
-        higher = {peer for peer in peers if peer > rank}
         try:
-            for peer, endpoint in peers.items():
-                if peer < rank:
-                    sockets[peer] = self._connect(rank, peer, endpoint, lane, deadline, check)
-            self._accept(rank, sockets, higher, lane, deadline, check, later)
-        except BaseException as error:
-            for sock in sockets.values():
-                sock.close()
-            if isinstance(error, OSError) and is_without_files(error):
-                text = without_files("the connections to other ranks", error)
-                raise OSError(error.errno, text) from error
+            with contextlib.closing(_Mesh(self, rank, peers)) as mesh:
+                mesh.complete(deadline, check)
+        except OSError as error:
+            if error.errno in _WITHOUT_FILES:
+                raise OSError(error.errno, _without_files(error)) from error
             raise
-        for sock in sockets.values():
-            send_at_once(sock)
-        return sockets
+        return mesh.sockets
 
-    def attempt(self, rank: int, peer: int, endpoint: Endpoint, lane: int) -> Attempt:
-        """Begin to connect to a peer.
-
-        It waits only where the backlog of a listener of this host is full, for at most a second.
+    def connecting(self, endpoint: Endpoint) -> socket.socket:
+        """A socket that has begun to connect to a peer.
 
         Raises:
             OSError: there is no file left, or the address cannot be reached.
         """
-        hello = _HELLO.pack(rank, lane, secrets.token_bytes(_NONCE))
-        is_near = endpoint.host == self.endpoint.host != ""
-        near = _unix(endpoint.token, timeout=_UNIX_TIMEOUT) if is_near else None
-        if near is not None:
-            near.setblocking(False)
-            return Attempt(peer, hello, endpoint.token, near)
+        if _HAS_ABSTRACT_NAMES and endpoint.host == self.endpoint.host != "":
+            try:
+                return _begun(socket.AF_UNIX, _name_near(endpoint.token))
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    raise
         address = endpoint.address
         if ":" in address:
             address += self._scope
-        return Attempt(peer, hello, endpoint.token, _connecting(address, endpoint.port))
-
-    def acceptor(self, rank: int, awaited: int) -> Acceptor:
-        """What accepts so many ranks that are to come, at this rank."""
-        listening = [self._sock]
-        if self._unix is not None:
-            listening.append(self._unix)
-        return Acceptor(rank, listening, self.endpoint.token, awaited + STRANGERS)
-
-    def close(self) -> None:
-        self._sock.close()
-        if self._unix is not None:
-            self._unix.close()
-
-    def _connect(
-        self,
-        rank: int,
-        peer: int,
-        endpoint: Endpoint,
-        lane: int,
-        deadline: float,
-        check: Callable[[], None],
-    ) -> socket.socket:
-        """Connect to a peer, and check its proof; again, if what fails may pass."""
-        while True:
-            check()
-            try:
-                _remaining(deadline)  # raises if there is none
-                attempt = self.attempt(rank, peer, endpoint, lane)
-                _finish(attempt, deadline, check)
-                return attempt.sock
-            except WireError:  # of `check`
-                raise
-            except OSError as error:
-                if is_without_files(error):
-                    raise
-                if not is_transient(error):
-                    raise AbsentError([peer], unreachable(endpoint, error)) from error
-                time.sleep(AGAIN)
-
-    def _accept(
-        self,
-        rank: int,
-        sockets: dict[int, socket.socket],
-        missing: set[int],
-        lane: int,
-        deadline: float,
-        check: Callable[[], None],
-        later: Container[int],
-    ) -> None:
-        """Accept missing ranks, and put them into `sockets`.
-
-        Strangers are refused, and delay nobody.
-        """
-        with contextlib.closing(self.acceptor(rank, len(missing))) as acceptor:
-            while missing:
-                check()
-                left = deadline - time.monotonic()
-                proven = acceptor.proven(max(0.0, min(left, AGAIN)))
-                for candidate, peer, its_lane in proven:
-                    if its_lane == lane and peer in missing:
-                        sockets[peer] = acceptor.confirm(candidate)
-                        missing.discard(peer)
-                    elif its_lane == lane and peer in later:
-                        candidate.sock.close()
-                    else:
-                        acceptor.refuse(candidate, not_awaited(peer))
-                if missing and left <= 0:  # also where strangers never stop coming
-                    raise AbsentError(sorted(missing), "did not connect")
+        family, *_, name = socket.getaddrinfo(
+            address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        return _begun(family, name)
 
 
-def _finish(attempt: Attempt, deadline: float, check: Callable[[], None]) -> None:
-    """Wait until both ends have proved who they are; what is raised closes the socket.
-
-    Raises:
-        OSError: the connection failed, or the deadline passed.
-    """
+def _listening_near(token: str, backlog: int) -> socket.socket:
+    """A Unix socket that listens under the name for a token."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        while not attempt.advance():
-            attempt.sleep(min(_remaining(deadline), AGAIN))
-            check()
-    except BaseException:
-        attempt.sock.close()
+        sock.bind(_name_near(token))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
         raise
+    return sock
 
 
-class Attempt:
-    """An attempt to connect to a peer's listener, until both ends have proved who they are.
+def _name_near(token: str) -> str:
+    """The name of a Unix socket: a hash of the token, since every user can read it."""
+    return f"\0weft-{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}"
+
+
+def _begun(family: int, name: Any) -> socket.socket:
+    """A non-blocking socket that has begun to connect."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    code = sock.connect_ex(name)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, os.strerror(code))
+    return sock
+
+
+@dataclass(eq=False, slots=True)
+class _Handshake:
+    """A connection whose ends have not both proved who they are.
 
     Attributes:
-        peer: the rank that listens.
-        sock: non-blocking. It is readable where `advance` can do something: its listener sends
+        sock: non-blocking. It is readable where the next step can be taken: the listener sends
             first, and where it cannot be connected, to read says why.
+        steps: of this end: each waits for bytes; at last the peer and the lane.
+        way: the peer and the lane that this rank connects; None: it was accepted.
+        origin: of one that was accepted the address of the other end, for the log.
     """
 
-    def __init__(self, peer: int, hello: bytes, token: str, sock: socket.socket) -> None:
-        """
-        Args:
-            peer: the rank that listens.
-            hello: of this rank, for one connection.
-            token: of the peer's listener.
-            sock: non-blocking, connected or being connected; its owner is the attempt.
-        """
-        self.peer = peer
-        self.sock = sock
-        self._hello = hello
-        self._token = token
-        self._signed = b""  # what the proofs are HMACs of; b"" until the listener's nonce is there
-        self._received = b""  # of the message that the listener sends next
+    sock: socket.socket
+    steps: Generator[None, None, _Way]
+    way: _Way | None = None
+    origin: str = ""
 
-    @property
-    def has_said_hello(self) -> bool:
-        """Whether who listens may take it from now on."""
-        return self._signed != b""
 
-    def sleep(self, seconds: float) -> None:
-        """Wait until `advance` can do something."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        poll.poll(seconds * 1e3)
+class _Mesh:
+    """The sockets of one rank to all others, as far as they are made; see `Listener.connect`.
 
-    def advance(self) -> bool:
-        """Do what can be done now; whether both ends have proved who they are.
+    A rank sends its proof as soon as it has the nonce. So if too many connections were accepted, or
+    no file descriptor is left, the oldest one is taken for a stranger and closed. If it was a rank
+    after all, that rank connects again.
+
+    Attributes:
+        sockets: by lane, whose both ends have proved who they are.
+    """
+
+    def __init__(self, listener: Listener, rank: int, peers: Mapping[int, Endpoint]) -> None:
+        self.sockets: tuple[Sockets, Sockets] = ({}, {})
+        self._listener = listener
+        self._rank = rank
+        self._peers = peers
+        self._missing = {(peer, lane) for peer in peers for lane in LANES}
+        # when to connect to lower ranks, for each lane
+        self._due = {way: 0.0 for way in sorted(self._missing) if way[0] < rank}
+        self._accepted: list[_Handshake] = []  # in the order in which they came
+        self._refused: Counter[tuple[str, str]] = Counter()  # by where from, and why
+        self._selector = selectors.DefaultSelector()
+        for sock in listener.sockets:
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def complete(self, deadline: float, check: Callable[[], None]) -> None:
+        """Make all sockets that are missing; arguments and errors are those of `connect`."""
+        while self._missing:
+            check()
+            left = deadline - time.monotonic()
+            if left <= 0:  # also where strangers never stop coming
+                raise self._absent()
+            self._connect_those_due()
+            for key, _ in self._selector.select(min(left, _AGAIN)):
+                if key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._accept(key.fileobj)
+                elif key.data.sock.fileno() >= 0:  # else it was refused a moment ago
+                    self._advance(key.data)
+        for handshake in self._accepted.copy():
+            self._refuse(handshake, _UNPROVEN)
+
+    def close(self) -> None:
+        """Close what is no rank's, and all where some are missing; log what was refused."""
+        if self._missing:
+            for sockets in self.sockets:
+                for sock in sockets.values():
+                    sock.close()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.sock.close()
+        self._selector.close()
+        for (origin, why), times in self._refused.items():
+            what = "a connection" if times == 1 else f"{times} connections"
+            _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
+
+    def _absent(self) -> AbsentError:
+        """Who has not come by the deadline."""
+        missing = sorted({peer for peer, _ in self._missing})
+        if missing[0] < self._rank:
+            silence = TimeoutError("no time was left to connect")
+            return AbsentError(missing[:1], _unreachable(self._peers[missing[0]], silence))
+        return AbsentError(missing, "did not connect")
+
+    # to lower ranks
+
+    def _connect_those_due(self) -> None:
+        now = time.monotonic()
+        for way, when in list(self._due.items()):
+            if when > now:
+                continue
+            del self._due[way]
+            peer = way[0]
+            try:
+                sock = self._listener.connecting(self._peers[peer])
+            except OSError as error:
+                self._on_failure(way, error)
+            else:
+                self._begin(_Handshake(sock, self._knock(sock, way), way))
+
+    def _knock(self, sock: socket.socket, way: _Way) -> Generator[None, None, _Way]:
+        """The steps of the end that connects.
 
         Raises:
             OSError: the connection failed, or who listens does not know the token.
         """
-        if not self._signed:
-            if not self._read(_NONCE):
-                return False
-            self._signed = self._received + self._hello
-            self._received = b""
-            hello = self._hello + _proof(self._token, _CONNECTS, self._signed)
-            self.sock.send(hello, NO_SIGNAL)
-        if not self._read(_PROOF):
-            return False
-        if not compare_digest(self._received, _proof(self._token, _LISTENS, self._signed)):
+        peer, lane = way
+        token = self._peers[peer].token
+        hello = _HELLO.pack(self._rank, lane, secrets.token_bytes(_NONCE))
+        signed = (yield from _read(sock, _NONCE)) + hello
+        sock.send(hello + _proof(token, _CONNECTS, signed), NO_SIGNAL)
+        proof = yield from _read(sock, _PROOF)
+        if not compare_digest(proof, _proof(token, _LISTENS, signed)):
             raise OSError("who listens there does not know the token of that rank")
-        return True
+        return way
 
-    def _read(self, count: int) -> bool:
-        """Read a message of `count` bytes, as far as it is there; whether all of it is.
+    def _on_failure(self, way: _Way, error: OSError) -> None:
+        """Have a lower rank connected to later if that may help.
 
-        Not a byte more: what follows the listener's proof is for others.
+        Raises:
+            AbsentError: it cannot be reached.
+            OSError: no file is left.
         """
-        while len(self._received) < count:
-            try:
-                more = self.sock.recv(count - len(self._received))
-            except BlockingIOError:
-                return False
-            if not more:
+        if error.errno in _WITHOUT_FILES:
+            raise error
+        peer = way[0]
+        if error.errno not in _TRANSIENT:
+            raise AbsentError([peer], _unreachable(self._peers[peer], error)) from error
+        self._due[way] = time.monotonic() + _AGAIN
+
+    # from higher ranks
+
+    def _accept(self, listening: socket.socket) -> None:
+        if len(self._accepted) >= len(self._missing) + STRANGERS:
+            self._refuse(self._accepted[0], _UNPROVEN)
+        try:
+            sock, name = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # who came is gone again
+            return
+        except OSError:  # no file is left
+            if not self._accepted:
+                raise
+            self._refuse(self._accepted[0], _UNPROVEN)
+            return
+        sock.setblocking(False)
+        origin = "this host" if sock.family == socket.AF_UNIX else name[0]
+        handshake = _Handshake(sock, self._open(sock), origin=origin)
+        self._accepted.append(handshake)
+        self._begin(handshake)
+
+    def _open(self, sock: socket.socket) -> Generator[None, None, _Way]:
+        """The steps of the end that listens.
+
+        Raises:
+            OSError: the other end is gone, or no rank that is to come.
+        """
+        token = self._listener.endpoint.token
+        nonce = secrets.token_bytes(_NONCE)
+        sock.send(nonce, NO_SIGNAL)
+        answer = yield from _read(sock, _HELLO.size + _PROOF)
+        signed = nonce + answer[: _HELLO.size]
+        if not compare_digest(answer[_HELLO.size :], _proof(token, _CONNECTS, signed)):
+            raise OSError(_UNPROVEN)
+        peer, lane, _ = _HELLO.unpack_from(answer)
+        if (peer, lane) not in self._missing:
+            raise OSError(f"it knows the token, but rank {peer} is not awaited")
+        sock.send(_proof(token, _LISTENS, signed), NO_SIGNAL)
+        return peer, lane
+
+    def _refuse(self, handshake: _Handshake, why: str) -> None:
+        """Close a connection that is no rank's, and count it for the log."""
+        self._end(handshake)
+        handshake.sock.close()
+        self._refused[handshake.origin, why] += 1
+
+    # both
+
+    def _begin(self, handshake: _Handshake) -> None:
+        self._selector.register(handshake.sock, selectors.EVENT_READ, handshake)
+        self._advance(handshake)
+
+    def _advance(self, handshake: _Handshake) -> None:
+        """Take the next step of a handshake."""
+        try:
+            next(handshake.steps)
+        except StopIteration as proven:
+            self._end(handshake)
+            self._keep(handshake.sock, *proven.value)
+        except OSError as error:
+            if handshake.way is None and not isinstance(error, ConnectionError):
+                self._refuse(handshake, str(error))
+                return
+            self._end(handshake)
+            handshake.sock.close()
+            if handshake.way is not None:  # else it has hung up: ranks do that where they give up
+                self._on_failure(handshake.way, error)
+
+    def _keep(self, sock: socket.socket, peer: int, lane: int) -> None:
+        """Keep a socket, both of whose ends have proved who they are."""
+        if sock.family != socket.AF_UNIX:  # it sends what it gets, without waiting for more
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._missing.remove((peer, lane))
+        self.sockets[lane][peer] = sock
+
+    def _end(self, handshake: _Handshake) -> None:
+        """Wait for no step of a handshake any more."""
+        self._selector.unregister(handshake.sock)
+        if handshake.way is None:
+            self._accepted.remove(handshake)
+
+
+def _read(sock: socket.socket, count: int) -> Generator[None, None, bytes]:
+    """Read a message of so many bytes, and not a byte more: what follows is for others.
+
+    It is shorter where the other end hangs up behind a part of it.
+    """
+    message = b""
+    while len(message) < count:
+        yield
+        with contextlib.suppress(BlockingIOError):
+            more = sock.recv(count - len(message))
+            if not more and not message:
                 raise ConnectionResetError(errno.ECONNRESET, "it hung up")
-            self._received += more
-        return True
+            if not more:
+                break
+            message += more
+    return message
 
 
-def send_at_once(sock: socket.socket) -> None:
-    """Have a socket send what it gets, without waiting for more."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _proof(token: str, side: bytes, signed: bytes) -> bytes:
+    """The HMAC by which one end of a connection, `side`, proves that it knows the token."""
+    return digest(token.encode(), side + signed, "sha256")
 
 
 def suit_distance(sock: socket.socket) -> None:
@@ -379,18 +480,8 @@ def round_trip(sock: socket.socket) -> int:
     return int.from_bytes(info[_ROUND_TRIP:], sys.byteorder)
 
 
-def is_transient(error: OSError) -> bool:
-    """Whether it may pass: a link that has just come up, or a listener with many connections."""
-    return error.errno in _TRANSIENT
-
-
-def is_without_files(error: OSError) -> bool:
-    """Whether this process, or its system, has no file descriptor left: no peer is to blame."""
-    return error.errno in _WITHOUT_FILES
-
-
-def without_files(what: str, error: OSError) -> str:
-    """That there is no file descriptor for something, as a clause, and what helps."""
+def _without_files(error: OSError) -> str:
+    """That there is no file descriptor for a connection, as a clause, and what helps."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = (
         f"this process may open {soft}; raise that (ulimit -n, or LimitNOFILE of the service that "
@@ -398,248 +489,14 @@ def without_files(what: str, error: OSError) -> str:
     )
     if error.errno == errno.ENFILE:
         remedy = "the processes of this machine have opened all that it allows; raise fs.file-max"
+    what = "the connections to other ranks"
     return f"no file descriptor is left for {what} ({error.strerror}): {remedy}"
 
 
-def unreachable(endpoint: Endpoint, error: OSError) -> str:
+def _unreachable(endpoint: Endpoint, error: OSError) -> str:
     """That a peer cannot be reached, as the end of a clause."""
     why = error.strerror or str(error)
     return f"cannot be reached at {endpoint.address} port {endpoint.port} ({why})"
-
-
-def not_awaited(peer: int) -> str:
-    """Why a candidate is refused that has proved that it is a rank, and not one that is to come."""
-    return f"it knows the token, but rank {peer} is not awaited"
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A connection that a listener has accepted, and which may be a rank's.
-
-    Attributes:
-        sock: non-blocking.
-        origin: the address of the other end, for the log.
-        nonce: what was sent to it.
-        received: what came of its hello and its proof.
-        is_gone: whether the other end has hung up.
-    """
-
-    sock: socket.socket
-    origin: str
-    nonce: bytes
-    received: bytes = b""
-    is_gone: bool = False
-
-    @property
-    def signed(self) -> bytes:
-        """The bytes that the proofs are HMACs of: the nonce, and the hello of the other end."""
-        return self.nonce + self.received[: _HELLO.size]
-
-
-class Acceptor:
-    """Accepts the connections at a listener, until each has proved which rank it is.
-
-    A rank sends its proof as soon as it has the nonce. So if there are too many candidates, or no
-    file descriptor is left, the oldest one is taken for a stranger and closed. If it was a rank
-    after all, that rank connects again.
-    """
-
-    def __init__(
-        self, rank: int, listening: Sequence[socket.socket], token: str, limit: int
-    ) -> None:
-        """
-        Args:
-            rank: this rank, for the log.
-            listening: the sockets to accept at.
-            token: of the listener.
-            limit: how many candidates there may be at a time.
-        """
-        self._rank = rank
-        self._token = token
-        self._limit = limit
-        self._candidates: list[Candidate] = []  # in the order in which they came
-        self._refused: Counter[tuple[str, str]] = Counter()  # by where from, and why
-        self._selector = selectors.DefaultSelector()
-        for sock in listening:
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
-
-    def fileno(self) -> int:
-        """A descriptor to wait at: it is readable where `proven` has something to do."""
-        return self._selector.fileno()
-
-    def proven(self, seconds: float) -> Iterator[tuple[Candidate, int, int]]:
-        """Yield connections with a valid proof, with rank and lane; wait at most so many seconds.
-
-        Who gets one calls `confirm` or `refuse`, or closes its socket.
-        """
-        for key, _ in self._selector.select(seconds):
-            candidate = key.data
-            if candidate is None:
-                assert isinstance(key.fileobj, socket.socket)
-                self._accept(key.fileobj)
-            elif candidate in self._candidates:  # else it was refused a moment ago
-                more = self._read(candidate)
-                if more and len(candidate.received) < _HELLO.size + _PROOF:
-                    continue
-                if self._is_proven(candidate):
-                    self._forget(candidate)
-                    peer, lane, _ = _HELLO.unpack_from(candidate.received)
-                    yield candidate, peer, lane
-                else:
-                    self._drop(candidate)
-
-    def confirm(self, candidate: Candidate) -> socket.socket:
-        """Send the listener's proof to one that `proven` gave; its socket."""
-        with contextlib.suppress(OSError):  # the other end is gone
-            proof = _proof(self._token, _LISTENS, candidate.signed)
-            candidate.sock.send(proof, NO_SIGNAL)
-        return candidate.sock
-
-    def refuse(self, candidate: Candidate, why: str) -> None:
-        """Close a connection that `proven` gave, and count it for the log."""
-        self._refused[candidate.origin, why] += 1
-        candidate.sock.close()
-
-    def close(self) -> None:
-        """Close the connections that are left, and log those that were refused.
-
-        A rank that comes as this one leaves is not refused.
-        """
-        for candidate in list(self._candidates):
-            self._read(candidate)
-            if self._is_proven(candidate):
-                self._forget(candidate)
-                candidate.sock.close()
-            else:
-                self._drop(candidate)
-        self._selector.close()
-        self._log_refused()
-
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child; the selector is the parent's, too."""
-        self._selector.close()
-        for candidate in self._candidates:
-            candidate.sock.close()
-
-    def _log_refused(self) -> None:
-        for (origin, why), times in self._refused.items():
-            what = "a connection" if times == 1 else f"{times} connections"
-            _log.warning("rank %d refused %s from %s: %s", self._rank, what, origin, why)
-
-    def _accept(self, listening: socket.socket) -> None:
-        """Accept a connection, and send it its nonce."""
-        if len(self._candidates) >= self._limit:
-            self._refuse_unproven(self._candidates[0])
-        try:
-            sock, name = listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # who came is gone again
-            return
-        except OSError:  # no file is left
-            if not self._candidates:
-                raise
-            self._refuse_unproven(self._candidates[0])
-            return
-        sock.setblocking(False)
-        origin = "this host" if sock.family == socket.AF_UNIX else name[0]
-        candidate = Candidate(sock, origin, secrets.token_bytes(_NONCE))
-        with contextlib.suppress(OSError):  # the other end is gone, which is read soon
-            sock.send(candidate.nonce, NO_SIGNAL)
-        self._candidates.append(candidate)
-        self._selector.register(sock, selectors.EVENT_READ, candidate)
-
-    def _read(self, candidate: Candidate) -> bytes:
-        """Read what is there of its hello and its proof; what was read."""
-        try:
-            more = candidate.sock.recv(_HELLO.size + _PROOF - len(candidate.received))
-        except BlockingIOError:
-            return b""
-        except OSError:
-            more = b""
-        candidate.is_gone = not more
-        candidate.received += more
-        return more
-
-    def _is_proven(self, candidate: Candidate) -> bool:
-        """Whether all of its hello and its proof has come, and the proof is right."""
-        proof = candidate.received[_HELLO.size :]
-        return compare_digest(proof, _proof(self._token, _CONNECTS, candidate.signed))
-
-    def _drop(self, candidate: Candidate) -> None:
-        """Close a connection that has no valid proof.
-
-        One whose other end hung up and never said a word was not refused. Ranks do that: of two
-        that connect to each other, one ends its attempt as soon as that of the other is through.
-        """
-        if candidate.is_gone and not candidate.received:
-            self._forget(candidate)
-            candidate.sock.close()
-        else:
-            self._refuse_unproven(candidate)
-
-    def _refuse_unproven(self, candidate: Candidate) -> None:
-        self._forget(candidate)
-        self.refuse(candidate, "it did not prove that it knows the token")
-
-    def _forget(self, candidate: Candidate) -> None:
-        # the handler of a signal may close all this between any two lines, or find it so
-        with contextlib.suppress(ValueError):
-            self._candidates.remove(candidate)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(candidate.sock)
-
-
-def _proof(token: str, side: bytes, signed: bytes) -> bytes:
-    """The HMAC by which one end of a connection, `side`, proves that it knows the token."""
-    return digest(token.encode(), side + signed, "sha256")
-
-
-def _unix(token: str, *, backlog: int = 0, timeout: float | None = None) -> socket.socket | None:
-    """A Unix socket under the name for a token: listening or, without a backlog, connected.
-
-    None if that fails. The name is a hash of the token, since every user can read it.
-    """
-    if not _HAS_ABSTRACT_NAMES:
-        return None
-    name = f"\0weft-{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if backlog:
-            sock.bind(name)
-            sock.listen(backlog)
-        else:
-            sock.settimeout(timeout)
-            sock.connect(name)
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
-def _connecting(address: str, port: int) -> socket.socket:
-    """A non-blocking TCP socket that has begun to connect.
-
-    Raises:
-        OSError: there is no file left, or the address cannot be reached.
-    """
-    family, _, _, _, name = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    code = sock.connect_ex(name)
-    if code not in (0, errno.EINPROGRESS):
-        sock.close()
-        raise OSError(code, os.strerror(code))
-    return sock
-
-
-def _remaining(deadline: float) -> float:
-    """Seconds until a deadline. Raises TimeoutError: there are none."""
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("no time was left to connect")
-    return remaining
 
 
 def make_room(peers: int) -> str | None:

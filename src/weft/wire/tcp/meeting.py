@@ -213,14 +213,14 @@ class Meetings:
     def __init__(
         self,
         wire: _Waits,
-        segment: shm.Segment | None,
+        segment: shm.Segment,
         segments: Mapping[int, shm.Peer],
         ring: Callable[[int], None],
     ) -> None:
         """
         Args:
             wire: the wire that these are of.
-            segment: of this rank, with `room_for` them at its start; None: it is alone on its host.
+            segment: of this rank, with `room_for` them at its start.
             segments: of the others of this host.
             ring: wakes a peer up that may be asleep.
         """
@@ -234,9 +234,7 @@ class Meetings:
         self.reached = loops["reached"]
         self.find = loops["find"]
         self.confirm = loops["confirm"]
-        everybody: dict[int, shm.Segment | shm.Peer] = {**segments}
-        if segment is not None:
-            everybody[wire.rank] = segment
+        everybody: dict[int, shm.Segment | shm.Peer] = {**segments, wire.rank: segment}
         # held, so that it stays mapped whatever closes the wire in the middle of something
         self._memory = {rank: memoryview(each.pages) for rank, each in everybody.items()}
         self._bases = {rank: each.address for rank, each in everybody.items()}

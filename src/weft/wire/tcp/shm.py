@@ -28,6 +28,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 
@@ -35,11 +36,11 @@ import torch
 from torch import Tensor
 
 from ...rendezvous.address import NO_SIGNAL
-from ..start import seconds_left
 
 ROOM = 1 << 30
 """Bytes of a segment, where the machine has eight times as much."""
 
+_MOMENT = 0.1  # seconds that a wait has at least, see `_seconds_left`
 _QUIET = 64  # after all memory was free so many times, pages that were not used are released
 _HELLO = struct.Struct("<Q")  # bytes of the segment whose descriptor comes along, or 0
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK | F_SEAL_GROW
@@ -249,12 +250,12 @@ def exchange(
     own_fds = [] if segment is None else [segment.fd]
     rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", own_fds)
     for sock in sockets.values():
-        sock.settimeout(seconds_left(deadline))
+        sock.settimeout(_seconds_left(deadline))
         # `socket.send_fds` takes flags, and leaves them out
         sock.sendmsg([_HELLO.pack(own_bytes)], [rights], NO_SIGNAL)
     segments: dict[int, Peer] = {}
     for peer, sock in sockets.items():
-        sock.settimeout(seconds_left(deadline))
+        sock.settimeout(_seconds_left(deadline))
         hello, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         nbytes = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else 0
         for fd in fds:
@@ -267,13 +268,22 @@ def exchange(
         is_mapped = bytes([peer in segments])
         sock.sendall(is_mapped, NO_SIGNAL)
     for peer, sock in sockets.items():
-        sock.settimeout(seconds_left(deadline))
+        sock.settimeout(_seconds_left(deadline))
         answer = sock.recv(1)
         if not answer:
             raise _gone(peer)
         if answer != b"\1":
             segments.pop(peer, None)
     return segments
+
+
+def _seconds_left(deadline: float) -> float:
+    """Seconds until the deadline; at least a tenth of one.
+
+    However late the last rank has come, the others then say who is missing, not that no time was
+    left to look.
+    """
+    return max(deadline - time.monotonic(), _MOMENT)
 
 
 def _gone(peer: int) -> ConnectionError:

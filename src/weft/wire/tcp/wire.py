@@ -18,7 +18,7 @@ What threads wait for, and how long:
 * `close`: up to `LINGER` until the systems of all peers have what was sent, and for the wire's
   thread. Where another thread is in a `finish`, that one sends the rest.
 * The wire's thread: until there is something to move, or the wire is closed.
-* `make`, for all ranks, and for the segments of this host's: until the deadline of the start.
+* `make`, for the segments of this host's ranks: until a deadline.
 
 weft moves its bytes itself since a wait has to end at once where a rank dies: gloo never fails a
 receive that has got a part of its message, whatever happens to the socket. gloo also announces and
@@ -30,7 +30,6 @@ calls.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import select
@@ -38,19 +37,17 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor
 
 from ...base.latch import NAP, deadline_of
 from ...base.memory import Lease, Pool
-from ...rendezvous.address import NO_SIGNAL, own_address
+from ...rendezvous.address import NO_SIGNAL
 from ..interface import MEETS, Failure, Recv, Send, WireFailed
-from ..start import Start
 from . import connection, meeting, shm
 from .connection import Block, Connection, Receive
-from .listener import MESSAGES, STRANGERS, Endpoint, Listener, suit_distance
+from .listener import suit_distance
 
 INLINE = 1 << 16
 """Bytes of a message up to which it goes through the socket, also to whoever maps the segment."""
@@ -98,8 +95,7 @@ class TcpWire:
             memory: where leases are from, which the segment is the source of.
             segment: of this rank.
             segments: of the peers that share memory with this rank, mapped here.
-            meets: whether ranks meet that share a host: all ranks have said so, and each has
-                mapped the segments of all others of its host.
+            meets: whether this rank meets those others of its host: it has their `segments`.
         """
         self.rank = rank
         self.size = size
@@ -131,7 +127,8 @@ class TcpWire:
         self._failing = threading.RLock()  # held while `_failure` is set
         self.meetings: meeting.Meetings | None = None
         if meets:
-            self.meetings = meeting.Meetings(self, segment, segments or {}, self.ring)
+            assert segment is not None and segments is not None
+            self.meetings = meeting.Meetings(self, segment, segments, self.ring)
         self._awaited: meeting.TcpMeeting | None = None  # by a wait without a limit
         self._is_closing = False  # whoever waits ends that once all is sent
         self._is_closed = False
@@ -241,6 +238,11 @@ class TcpWire:
                 raise
             finally:
                 self._is_moving = False
+
+    def meet_nobody(self) -> None:
+        """Have no meetings, since some rank can have none."""
+        self.near = frozenset({self.rank})
+        self.meetings = None
 
     def lease(self, nbytes: int) -> Lease | None:
         """Memory in the segment, which peers of this host read where it lies."""
@@ -687,66 +689,47 @@ def alone(memory: Pool) -> TcpWire:
     return TcpWire(0, 1, {}, memory)
 
 
-def make(start: Start) -> TcpWire:
-    """Connect this rank to all others, and map the memory of those of its host.
+def make(
+    rank: int,
+    sockets: Mapping[int, socket.socket],
+    near: Set[int],
+    exchange: Callable[[bytes], list[bytes]],
+    memory: Pool,
+    deadline: float,
+) -> TcpWire:
+    """Map the memory of the ranks of this host; this rank's wire, once all have theirs. Collective.
+
+    Args:
+        rank: this one.
+        sockets: connected, to all others. The wire closes them; if this raises, they may be open.
+        near: the others of this host, where all ranks have the same machine code to meet by.
+        exchange: tells all ranks a few bytes, and returns every rank's.
+        memory: where leases are from, which the segment is the source of.
+        deadline: when the ranks of this host must have answered, by `time.monotonic`.
 
     Raises:
         OSError: from the sockets.
     """
-    own_kind = meeting.architecture()
-    deadline = time.monotonic() + start.timeout
-    address = own_address(start.store)
-    with Listener(address, start.size + STRANGERS, start.host) as listener:
-        peers, kinds = _exchange_endpoints(start, listener.endpoint, own_kind)
-        sockets = listener.connect(start.rank, peers, MESSAGES, deadline, start.check)
-    meets = own_kind != "" and kinds == {own_kind}
-    near = {peer for peer, each in peers.items() if each.host == start.host}
-    with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
-        for sock in sockets.values():
-            stack.callback(sock.close)
-        near_sockets = _near_sockets(sockets)
-        reserved = meeting.room_for(start.size, len(near)) if meets else 0
-        segment = shm.Segment.make(reserved=reserved) if near_sockets else None
-        if segment is not None:
-            stack.callback(segment.close)
-        segments = shm.exchange(segment, near_sockets, deadline)
-        if meets:
-            has_room = segment is None or segment.reserved == reserved
-            meets = _all_say(start, has_room and segments.keys() == near)
-        wire = TcpWire(
-            start.rank, start.size, sockets, start.memory, segment, segments, meets=meets
-        )
-        stack.pop_all()
-    return wire
-
-
-def _near_sockets(sockets: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
-    """Those to ranks of this host, which may pass descriptors, with larger buffers."""
-    near = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
-    for sock in near.values():
+    of_host = {peer: sock for peer, sock in sockets.items() if sock.family == socket.AF_UNIX}
+    for sock in of_host.values():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    return near
-
-
-def _exchange_endpoints(
-    start: Start, own: Endpoint, own_kind: str
-) -> tuple[dict[int, Endpoint], set[str]]:
-    """Where each other rank listens, and by what architectures ranks would meet; "": one cannot."""
-    messages = start.exchange(json.dumps([own_kind, *astuple(own)]).encode())
-    kinds = set[str]()
-    endpoints = dict[int, Endpoint]()
-    for peer, message in enumerate(messages):
-        kind, *endpoint = json.loads(message)
-        kinds.add(kind)
-        if peer != start.rank:
-            endpoints[peer] = Endpoint(*endpoint)
-    return endpoints, kinds
-
-
-def _all_say(start: Start, own: bool) -> bool:
-    """Whether all ranks say yes."""
-    return all(message == b"yes" for message in start.exchange(b"yes" if own else b"no"))
+    size = len(sockets) + 1
+    reserved = meeting.room_for(size, len(near)) if near else 0
+    segment = shm.Segment.make(reserved=reserved) if of_host else None
+    with contextlib.ExitStack() as stack:  # which closes what was opened, if a step fails
+        if segment is not None:
+            stack.callback(segment.close)
+        segments = shm.exchange(segment, of_host, deadline)
+        has_room = segment is None or segment.reserved == reserved
+        can_meet = has_room and near <= segments.keys()
+        meets = can_meet and bool(near)
+        wire = TcpWire(rank, size, sockets, memory, segment, segments, meets=meets)
+        stack.callback(wire.close)
+        if b"no" in exchange(b"yes" if can_meet else b"no"):
+            wire.meet_nobody()
+        stack.pop_all()
+    return wire
 
 
 _made: weakref.WeakSet[TcpWire] = weakref.WeakSet()
