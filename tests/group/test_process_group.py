@@ -39,6 +39,8 @@ from weft.schedules import dense_all_reduce
 from weft.testing import processes, run, spmd
 from weft.testing.pace import START
 from weft.wire.interface import WireFailed
+from weft.wire.tcp import shm
+from weft.wire.tcp import wire as tcp
 
 of_two, of_three = (spmd(size, on=("processes",)) for size in (2, 3))
 """What makes a test of the program of one of so many processes."""
@@ -199,22 +201,25 @@ def test_a_barrier_that_is_the_first_call_joins_within_the_deadline_of_the_group
         talk(of_group(None))
 
 
-def refuse(thread):
+def refuse(*_, **__):
     raise RuntimeError("can't start new thread")
 
 
 @of_two
 def test_who_can_start_no_thread_as_it_joins_is_missed_at_once(group):
-    with pytest.MonkeyPatch.context() as patch:
+    """So is who raises anything else until it has its wire."""
+    for owner, step in ((Detector, "start"), (shm, "exchange"), (tcp.TcpWire, "__init__")):
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank == 0:
+                patch.setattr(owner, step, refuse)
+            with pytest.raises((RuntimeError, WireError)) as caught:
+                group.split([0, 1])
         if group.rank == 0:
-            patch.setattr(Detector, "start", refuse)
-        with pytest.raises((RuntimeError, WireError)) as caught:
-            group.split([0, 1])
-    if group.rank == 0:
-        assert str(caught.value) == "can't start new thread"
-    else:
-        assert str(caught.value).startswith("rank 1: rank 0 left, after it raised (RuntimeError: ")
-    talk(group)
+            assert str(caught.value) == "can't start new thread"
+        else:
+            left = "rank 1: rank 0 left, after it raised (RuntimeError: "
+            assert str(caught.value).startswith(left)
+        talk(group)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist

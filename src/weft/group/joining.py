@@ -146,12 +146,16 @@ class _Joining:
                 self.deadline,
             )
         except BaseException as error:
+            is_of_sockets = isinstance(error, OSError) and not isinstance(error, WireError)
+            lost = detector.blame() if is_of_sockets else None
             detector.close()  # which tells the others what this rank raised
             for sock in sockets.values():
                 sock.close()
+            if lost is not None:
+                raise lost.error(self.rank) from error
             if isinstance(error, WireError):  # of one that has ended because of other news
                 self._look_for_news(error)
-            elif isinstance(error, OSError):
+            elif is_of_sockets:
                 text = f"rank {self.rank}: it has no part in group {self.name!r}: {in_words(error)}"
                 raise WireError(text, rank=self.rank, culprit=self.rank) from error
             raise
@@ -180,18 +184,14 @@ class _Joining:
             global_ranks=self.ranks,
         )
 
-    def _meet(
-        self, trouble: str
-    ) -> tuple[dist.Store, ControlLinks, Sockets, list[Statement]]:
+    def _meet(self, trouble: str) -> tuple[dist.Store, ControlLinks, Sockets, list[Statement]]:
         """Meet the others at the store: the part of it that these ranks have, and `join_links`."""
         space = None
         try:
             store = AnsweringStore(self.store, self.deadline)
             generation = store.add(f"weft/{self.name}/{self.rank}", 1)
             space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
-            return space, *join_links(
-                space, self.rank, self.size, self.timeout, trouble, self.look
-            )
+            return space, *join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
