@@ -134,8 +134,7 @@ FAULTS = [  # what is wrong, on which ranks, who is to blame, what all say, what
         "sends nothing",
         [BAD],
         BAD,
-        "rank 1 is past call 2 (all_reduce), where ranks 0 and 2 wait for it: it is in call 3 "
-        "(all_reduce) and has waited for rank",
+        f"not all came in time between rank 1 and ranks 0 and 2, though all answer: {LOST}",
         "None",
     ),
     (

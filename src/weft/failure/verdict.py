@@ -6,7 +6,6 @@ and calls `judge`; every rank raises the verdict.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,9 +20,6 @@ REMEMBERED = 8
 
 SAME_ORDER = "all ranks make their calls in the same order, whichever groups they are on"
 """What a rank is told of a call that does not go on while a rank is in one of another group."""
-
-_SAME_CALLS = "all ranks must make the same calls in the same order"
-_PERHAPS = "the link is too slow, or the ranks disagree on what to send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +38,7 @@ class Verdict:
 
     def error(self, rank: int) -> WireError:
         """What a rank raises on account of it: the same text each time."""
-        # to who comes at last it is told as what was
-        what = self.text.replace(f"rank {rank} has not entered", "this rank had not entered")
-        text = f"rank {rank}: {what}; {self.remedy}"
+        text = f"rank {rank}: {self.text}; {self.remedy}"
         return WireError(text, rank=rank, culprit=self.culprit)
 
 
@@ -253,12 +247,16 @@ def judge(
         if following in leavers:
             return on_leaver(following, leavers[following])
         if following in chain:
-            return _in_a_circle(chain[chain.index(following) :], me, places)
+            circle = chain[chain.index(following) :]
+            verdict = None
+            if _are_crossed(circle, places):
+                verdict = in_crossed_calls(circle, places)
+            return verdict or _among_equals(me, places)
         if following not in places:
             return _among_equals(me, places)
         chain.append(following)
     if len(chain) > 1 and _is_past(places[chain[-1]], places[chain[-2]].entered):
-        return _nothing_of(chain[-1], places)
+        return _among_equals(me, places)
     return _at_the_end(chain, places)
 
 
@@ -299,22 +297,6 @@ def _has_not_entered(place: Place, call: Entered | None) -> bool:
     return max(numbers) < call.number
 
 
-def _in_a_circle(circle: Sequence[int], me: int, places: Mapping[int, Place]) -> Verdict:
-    """All answered, and each of some ranks waits for the next, the last one for the first."""
-    made = _different_calls(places)
-    if made:
-        return _astray(made, places)
-    if _are_crossed(circle, places):
-        verdict = in_crossed_calls(circle, places)
-        assert verdict is not None  # else nobody would wait for others in its call
-        return verdict
-    lost = _lost(places)
-    past = [sender for sender, waiter in lost if _is_past(places[sender], places[waiter].entered)]
-    if past:
-        return _nothing_of(min(past), places)
-    return _among_equals(me, places)
-
-
 def in_crossed_calls(circle: Sequence[int], places: Mapping[int, Place]) -> Verdict | None:
     """The verdict on ranks of which each waits for the next, in calls of different groups.
 
@@ -335,44 +317,6 @@ def _are_crossed(circle: Sequence[int], places: Mapping[int, Place]) -> bool:
         if not _has_not_entered(places[awaited], places[waiter].entered):
             return False
     return True
-
-
-def _different_calls(places: Mapping[int, Place]) -> dict[int, str]:
-    """What ranks have made in the place of one call, in which one of them waits, if that differs.
-
-    Returns:
-        The names of these calls, by rank. Ranks that were not asked to make that call, or have not
-        come to it yet, are not in it. Empty: nothing is known to differ.
-    """
-    waited_in = set()
-    for place in places.values():
-        if place.awaits is not None and place.entered is not None:
-            waited_in.add(place.entered)
-    for call in sorted(waited_in):
-        made = {}
-        for rank, place in places.items():
-            for each in place.history:
-                if (each.ranks, each.number) == (call.ranks, call.number):
-                    made[rank] = each.name
-        if len(set(made.values())) > 1:
-            return made
-    return {}
-
-
-def _astray(made: Mapping[int, str], places: Mapping[int, Place]) -> Verdict:
-    """The ranks do not make the same calls: these are made in the place of one.
-
-    One rank is to blame where all others, several, have made the same call.
-    """
-    often = Counter(made.values())
-    odd = min(made, key=lambda rank: (often[made[rank]], -rank))
-    other = min(rank for rank in made if made[rank] != made[odd])
-    is_known = len(often) == 2 and often[made[odd]] == 1 and len(made) > 2
-    return Verdict(
-        odd if is_known else None,
-        f"rank {odd} {places[odd]}, but rank {other} {places[other]}: {made[odd]} on one is "
-        f"{made[other]} on the other, and {_SAME_CALLS}",
-    )
 
 
 def _lost(places: Mapping[int, Place]) -> list[tuple[int, int]]:
@@ -415,26 +359,8 @@ def _is_past(place: Place, call: Entered | None) -> bool:
     return call is not None and call in place.history and place.entered != call
 
 
-def _nothing_of(rank: int, places: Mapping[int, Place]) -> Verdict:
-    """Ranks wait for one that is past their call."""
-    lost = _lost(places)
-    waiters = [
-        waiter
-        for sender, waiter in lost
-        if sender == rank and _is_past(places[sender], places[waiter].entered)
-    ]
-    earliest = places[min(waiters, key=lambda waiter: places[waiter].calls)]
-    there = sorted(waiter for waiter in waiters if places[waiter].entered == earliest.entered)
-    wait = "waits" if len(there) == 1 else "wait"
-    return Verdict(
-        _culprit_of(lost),
-        f"rank {rank} is past {earliest.call}, where {_some(there)} {wait} for it: "
-        f"it {places[rank]}; {_PERHAPS}",
-    )
-
-
 def _among_equals(me: int, places: Mapping[int, Place]) -> Verdict:
-    """Ranks wait for each other, and none of them is known to be past the call of another."""
+    """Ranks wait for each other, or for one that has sent all; all of them answer."""
     mine = places[me]
     calls = {place.entered or (place.calls, place.doing) for place in places.values()}
     where = f" in {mine.call}" if mine.doing and len(calls) == 1 else ""
@@ -450,7 +376,10 @@ def _among_equals(me: int, places: Mapping[int, Place]) -> Verdict:
         who = " and ".join(f"rank {rank}" for rank in sorted(ends))
     else:
         who = _some(sorted(frozenset.union(*pairs)))
-    text = f"not all came in time between {who}{where}, though all answer: {_PERHAPS}"
+    text = (
+        f"not all came in time between {who}{where}, though all answer: the link is too slow, or "
+        "the ranks disagree on what to send"
+    )
     return Verdict(_culprit_of(_lost(places)), text)
 
 
