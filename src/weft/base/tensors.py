@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -163,12 +162,23 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 def shares_elements(tensor: Tensor) -> bool:
     """Whether elements of a strided tensor share memory: what is written to one is in others, too.
 
+    Dimensions that are woven into each other count as such, which only `as_strided` makes.
+
     Example:
         >>> import torch
         >>> shares_elements(torch.ones(1).expand(2)), shares_elements(torch.ones(4).unfold(0, 3, 1))
         (True, True)
     """
-    return not tensor.is_contiguous() and leads_twice(tensor.shape, tensor.stride())
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    last = 0  # where the dimensions of smaller steps lead to
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if step <= last:
+            return True
+        last += (size - 1) * step
+    return False
 
 
 def unwritable(tensor: Tensor) -> str | None:
@@ -185,22 +195,6 @@ def unwritable(tensor: Tensor) -> str | None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "of inference mode: pass a clone of it"
     return None
-
-
-def leads_twice(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether steps of these sizes, along dimensions of this shape, lead to one place twice."""
-    if 0 in shape:
-        return False
-    dims = sorted((abs(step), size) for size, step in zip(shape, steps, strict=True) if size > 1)
-    *ends, last = itertools.accumulate(((size - 1) * step for step, size in dims), initial=0)
-    if all(step > end for (step, _), end in zip(dims, ends, strict=True)):
-        return False  # each dimension leads out of what those before reach
-    if dims[0][0] == 0 or math.prod(shape) > last + 1:  # fewer places than elements
-        return True
-    places = np.zeros(1, np.int64)  # dimensions may be woven into each other
-    for step, size in dims:
-        places = (places[:, None] + np.arange(size) * step).ravel()
-    return len(np.unique(places)) < len(places)
 
 
 def dtype_in(text: str) -> torch.dtype:
