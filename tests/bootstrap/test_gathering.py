@@ -230,7 +230,7 @@ def test_who_stood_still_in_a_wait_hears_the_answer(monkeypatch, host, wait):
             return False
         return join(thread, patient(60.0))
 
-    monkeypatch.setattr("weft.rendezvous.store.join", still_in_one)
+    monkeypatch.setattr("weft.base.within.join", still_in_one)
     os.kill(pid, signal.SIGSTOP)
     assert answering.check(["key"]) is False
 

@@ -15,7 +15,6 @@ from weft.base.errors import WeftError, WireError
 from weft.base.pace import patient
 from weft.bootstrap import membership
 from weft.bootstrap.membership import Member, check, judge
-from weft.rendezvous import store
 from weft.rendezvous.places import Rendezvous
 from weft.rendezvous.store import AnsweringStore
 
@@ -125,7 +124,7 @@ def test_the_devices_of_all_choose_the_backend():
 @pytest.fixture
 def connect(monkeypatch):
     """A connection of its own for each process, as to one store, which answers in any case."""
-    monkeypatch.setattr(store, "PIECES", 100)
+    monkeypatch.setattr("weft.base.within.PIECES", 100)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server.clone
 

@@ -14,14 +14,14 @@ import ipaddress
 import logging
 import os
 import socket
-import threading
 from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch.distributed as dist
+
+from ..base.within import within
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # of a send to one that has gone; not on macOS
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -164,24 +164,11 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def _resolved(host: str, port: int | None, kind: socket.SocketKind) -> list[Any]:
-    """What `socket.getaddrinfo` knows of a host; nothing, if it knows none of that name in time.
-
-    It looks a name up in a thread, since that may take as long as name servers do not answer, and
-    cannot be ended.
-    """
+    """What `socket.getaddrinfo` knows of a host; nothing, if it knows none of that name in time."""
     with contextlib.suppress(OSError):  # a number, for which no server is asked
         return list(socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST))
-    answer: Future[list[Any]] = Future()
-
-    def look_up() -> None:
-        try:
-            answer.set_result(list(socket.getaddrinfo(host, port, type=kind)))
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=look_up, name="weft resolver", daemon=True).start()
     try:
-        return answer.result(LOOKUP)
+        return within(LOOKUP, lambda: list(socket.getaddrinfo(host, port, type=kind)))
     except TimeoutError:
         _log.warning("no name server has said within %g s what %s is", LOOKUP, host)
     except OSError:  # there is no such name

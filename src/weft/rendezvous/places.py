@@ -27,7 +27,6 @@ import socket
 import stat
 import struct
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ import torch.distributed as dist
 from ..base._torch import keep
 from ..base.arguments import printable
 from ..base.errors import WeftError, WireError
-from ..base.latch import join
+from ..base.within import within
 from . import mpi
 from .address import VARIABLES, free_address, interfaces, is_here, is_loopback, own_address
 from .launchers import Launch
@@ -55,7 +54,6 @@ _LOWEST, _BEYOND = 10000, 32768  # ports above the reserved ones, and below Linu
 _SIGN = "weft/meets here"  # a key that marks weft's stores
 _SHORT = 2.0  # seconds in which a store that is there answers
 WRITTEN = 5.0  # seconds in which a rank that lives has written a record of a file to its end
-_LATE = 0.5  # seconds after a timeout in which torch itself may report it
 
 _log = logging.getLogger("weft")
 
@@ -145,25 +143,14 @@ def connect(name: str, port: int, timeout: float, late: Late = None) -> dist.TCP
             refusal = error.strerror or str(error)
     else:
         raise RuntimeError(f"{name} port {port}: {refusal}")
+    # torch waits for the first answer without a timeout
     limit = max(_left(deadline), 1.0)
-    made: list[dist.TCPStore | RuntimeError] = []
-
-    def attach() -> None:
-        try:
-            span = timedelta(seconds=limit)
-            made.append(dist.TCPStore(name, port, is_master=False, timeout=span))
-        except RuntimeError as error:
-            made.append(error)
-
-    # in a thread, since torch waits for the first answer without a timeout
-    thread = threading.Thread(target=attach, name="weft-store", daemon=True)
-    thread.start()
-    join(thread, limit + _LATE)
-    if not made:
-        raise RuntimeError(f"what listens at {name} port {port} does not answer: it is no store")
-    if isinstance(made[0], RuntimeError):
-        raise made[0]
-    return made[0]
+    span = timedelta(seconds=limit)
+    try:
+        return within(limit, lambda: dist.TCPStore(name, port, is_master=False, timeout=span))
+    except TimeoutError:
+        text = f"what listens at {name} port {port} does not answer: it is no store"
+        raise RuntimeError(text) from None
 
 
 def _left(deadline: float) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
 import math
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,16 +15,12 @@ import torch.distributed as dist
 
 from ..base import watch
 from ..base.errors import AbsentError, WeftError, names
-from ..base.latch import join
 from ..base.pace import patient
+from ..base.within import within
 from .address import server_of
 
 _SHORTEST = 0.001  # seconds of the first pause between two looks
 _GROWTH = 1.5  # from one pause to the next
-# After the deadline an answer may take so many pieces of so many seconds, since the machine may be
-# busy. In any one of them this process may stand still, and hear nothing.
-PIECES, PIECE = 5, 0.1
-_LAST = 2.0  # seconds that an answer may take while the process ends
 HELD_UP = 1.0  # seconds after a deadline from which on a rank itself is late, and was stopped
 
 Late = tuple[int, Callable[[], str]] | None
@@ -45,26 +39,11 @@ class SilentStoreError(RuntimeError):
     """A store has not answered in time: the process that hosts it is stopped, or cut off."""
 
 
-_left: list[threading.Thread] = []  # those that had no answer in time
-
-
-@atexit.register
-def _end_left() -> None:
-    """Wait a little for answers that did not come in time.
-
-    Whoever ends a host that is stopped ends those it has not answered, too, and C++ cannot take the
-    GIL once the interpreter ends: a request that fails then aborts the process.
-    """
-    until = time.monotonic() + _LAST
-    for thread in _left:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
 class AnsweringStore:
     """A store each of whose requests is answered by a deadline, or raises.
 
     torch waits for the answer of a TCPStore for as long as the connection stands, and that of a
-    host that is stopped does. So a thread asks, which is left behind where no answer comes.
+    host that is stopped does.
     """
 
     def __init__(self, store: dist.Store, deadline: float) -> None:
@@ -105,30 +84,14 @@ class AnsweringStore:
         """
         if self._host is None:  # a file, or this process's own memory
             return request(*args)
-        answers: list[Any] = []
-        failures: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                answers.append(request(*args))
-            except Exception as error:
-                failures.append(error)
-
-        if not self._is_silent:
-            thread = threading.Thread(target=ask, name="weft store", daemon=True)
-            thread.start()
-            join(thread, self._deadline - time.monotonic())
-            for _ in range(PIECES):
-                if join(thread, patient(PIECE)):
-                    break
-        if failures:
-            raise failures[0]
-        if not answers:
-            if not self._is_silent:
-                self._is_silent = True
-                _left.append(thread)
-            raise SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
-        return answers[0]
+        silent = SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
+        if self._is_silent:
+            raise silent
+        try:
+            return within(self._deadline - time.monotonic(), lambda: request(*args))
+        except TimeoutError:
+            self._is_silent = True
+            raise silent from None
 
 
 def exchange(

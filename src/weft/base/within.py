@@ -1,0 +1,71 @@
+"""A call that may take for ever, in a thread: it is left behind where no answer comes in time.
+
+That is the store of a host that is stopped, for whose answer torch waits as long as the connection
+stands, and a name of a host, for which the system asks name servers: neither can be ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from .latch import join
+from .pace import patient
+
+T = TypeVar("T")
+
+# After the time an answer may take so many pieces of so many seconds, since the machine may be
+# busy. In any one of them this process may stand still, and hear nothing.
+PIECES, PIECE = 5, 0.1
+_LAST = 2.0  # seconds that an answer may take while the process ends
+
+_left: list[threading.Thread] = []  # those that had no answer in time
+
+
+@atexit.register
+def _end_left() -> None:
+    """Wait a little for answers that did not come in time.
+
+    Whoever ends a host that is stopped ends those it has not answered, too, and C++ cannot take the
+    GIL once the interpreter ends: a request that fails then aborts the process.
+    """
+    until = time.monotonic() + _LAST
+    for thread in _left:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns.
+
+    Raises:
+        TimeoutError: it takes longer than so many seconds, and goes on.
+        Exception: what it raised.
+
+    Example:
+        >>> within(60.0, lambda: "an answer")
+        'an answer'
+    """
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="weft asks", daemon=True)
+    thread.start()
+    join(thread, seconds)
+    for _ in range(PIECES):
+        if join(thread, patient(PIECE)):
+            break
+    if errors:
+        raise errors[0]
+    if not answers:
+        _left.append(thread)
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
