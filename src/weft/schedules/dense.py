@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
         by_verbs(verbs, tensor, op)
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL:
-        return _Whole(group, tensor, op).start()
+        return _whole(group, tensor, op)
     grid = grid_of(group)
     if grid is None:
         return _Parts(group, tensor, op).start()
@@ -129,46 +128,34 @@ def _reduce_in_order(verbs: Verbs, tensor: Tensor, op: str, dtype: torch.dtype) 
 
 
 class _Reduction(Pending):
-    """A reduction that `_complete` completes in the first `wait`; here there is nothing to do."""
+    """A reduction that the first `wait` completes."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, complete: Callable[[], None] | None = None) -> None:
+        """`complete`: what completes it; None: it is complete."""
         self._tensor = tensor
-        self._is_complete = False
+        self._complete = complete
 
     def wait(self) -> list[Tensor]:
-        if not self._is_complete:
+        if self._complete is not None:
             self._complete()
-            self._is_complete = True
+            self._complete = None
         return [self._tensor]
 
-    def _complete(self) -> None:
-        return None
 
+def _whole(group: Group, tensor: Tensor, op: str) -> Pending:
+    """Send a whole tensor to all others; all then reduce the same."""
+    own = flattened(tensor).view(torch.uint8)
+    contributions = group.small_all_gather(own, len(own))
 
-class _Whole(_Reduction):
-    """From each to all, then everyone reduces the same: `start` it, then `wait`."""
-
-    def __init__(self, group: Group, tensor: Tensor, op: str) -> None:
-        super().__init__(tensor)
-        self._group = group
-        self._op = op
-        self._contributions: Pending | None = None  # of all ranks; None: not started
-
-    def start(self) -> Self:
-        """Send the whole tensor to all others, and begin to receive theirs."""
-        own = flattened(self._tensor).view(torch.uint8)
-        self._contributions = self._group.small_all_gather(own, len(own))
-        return self
-
-    def _complete(self) -> None:
-        contributions = self._contributions
-        assert contributions is not None
-        reduce(contributions.wait(), self._op, self._tensor)
+    def complete() -> None:
+        reduce(contributions.wait(), op, tensor)
         contributions.release()
 
+    return _Reduction(tensor, complete)
 
-class _Parts(_Reduction):
-    """Each rank reduces its part and sends it to all, chunk by chunk: `start` it, then `wait`."""
+
+class _Parts:
+    """Each rank reduces its part and sends it to all, chunk by chunk."""
 
     def __init__(self, group: Group, tensor: Tensor, op: str, across: Group | None = None) -> None:
         """
@@ -177,7 +164,7 @@ class _Parts(_Reduction):
             tensor, op: of the reduction.
             across: the ranks of other hosts, over which a part is reduced, too; None: nobody.
         """
-        super().__init__(tensor)
+        self._tensor = tensor
         self._group = group
         self._across = across
         self._op = op
@@ -190,14 +177,14 @@ class _Parts(_Reduction):
         self._lane = 0
         self._scatter: Pending | None = None  # of the next chunk
 
-    def start(self) -> Self:
-        """Send the first chunk of each part to the rank that reduces it."""
+    def start(self) -> Pending:
+        """Send the first chunk of each part to the rank that reduces it; waits do the rest."""
         # reductions of one lane match in the order in which they begin, which is the same on all
         # ranks: so two reductions may be under way at once
         self._lane = 1 - self._group.state.get(_LANE, 1)
         self._group.state[_LANE] = self._lane
         self._scatter = self._scatter_chunk(0)
-        return self
+        return _Reduction(self._tensor, self._complete)
 
     def _complete(self) -> None:
         """Reduce this rank's part, chunk by chunk, and send each to all; receive the others'."""
