@@ -313,8 +313,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
         place = places.place(launch, asked.rendezvous, env)
         refusal = descent.refusal(launch, place, env)
         if not refusal:
-            _check_timeout(asked.timeout)
-            _check_wire(asked.wire)
+            _check_values(asked)
             _check_environment()
             if asked.backend is not None:
                 backends.spec(asked.backend)
@@ -338,8 +337,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
 def _check_same(group: Group, url: str | None, asked: _Asked) -> None:
     """Raise WeftError if the program asks for something else than what runs already."""
     _check_backend(asked.backend)
-    _check_timeout(asked.timeout)
-    _check_wire(asked.wire)
+    _check_values(asked)
     there = {
         "rendezvous": url,
         "timeout": group.timeout,
@@ -374,9 +372,11 @@ def _check_environment() -> None:
             _log.warning("weft reads no variable %s: %s", name, hint)
 
 
-def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and (error := wrong_timeout(timeout)):
+def _check_values(asked: _Asked) -> None:
+    """Raise WeftError for a timeout or a wire that means nothing."""
+    if asked.timeout is not None and (error := wrong_timeout(asked.timeout)):
         raise WeftError(f"{error}, or None")
+    _check_wire(asked.wire)
 
 
 def _check_wire(wire: str | None, name: str = "wire") -> None:
@@ -487,8 +487,7 @@ def _adopt(asked: _Asked) -> None:
                 f"rendezvous={shown(asked.rendezvous)} was asked for, but torch.distributed is "
                 "initialised already: leave rendezvous= out to use that group"
             )
-        _check_timeout(asked.timeout)
-        _check_wire(asked.wire)
+        _check_values(asked)
         _check_environment()
     except Exception as wrong:  # of a caller's object, too
         error = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)

@@ -139,10 +139,16 @@ def is_own(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Whether this is a loopback address; a name is none."""
+    number = _number(address)
+    return number is not None and number.is_loopback
+
+
+def _number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A numeric address; None: it is a name."""
     try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name
-        return False
+        return ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
 
 
 def server_of(store: dist.Store | None) -> tuple[str | None, int]:
@@ -196,7 +202,7 @@ def _address_of(variable: str, value: str, route: str | None) -> str:
     """The address of the first interface in a list that has one; of several, that of the route."""
     known = interfaces()
     for name in filter(None, map(str.strip, value.split(","))):
-        if _is_address(name):
+        if _number(name) is not None:  # and no name of an interface
             if is_own(name):
                 return name
             continue
@@ -210,15 +216,6 @@ def _address_of(variable: str, value: str, route: str | None) -> str:
         f"{variable}={value} names no interface with an address, and no address, of "
         f"{socket.gethostname()}: there are {_listed(known)}"
     )
-
-
-def _is_address(name: str) -> bool:
-    """Whether it is a numeric address, and no name of an interface."""
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _address_beside(variable: str, value: str, host: str | None, route: str | None) -> str:

@@ -36,7 +36,7 @@ from ..kernels import pool
 from ..kernels.ops import OPS, Op
 from ..verbs.carrier import verbs_of
 from ..verbs.interface import Verbs
-from .hosts import grid_of
+from .hosts import row_and_column
 
 SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
@@ -82,11 +82,11 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
         return _Reduction(tensor)
     if tensor.nbytes <= SMALL:
         return _whole(group, tensor, op)
-    grid = grid_of(group)
+    grid = row_and_column(group)
     if grid is None:
         return _Parts(group, tensor, op).start()
-    across = group.subset(grid.column(group.rank))
-    return _Parts(group.subset(grid.row), tensor, op, across).start()
+    row, column = grid
+    return _Parts(group.subset(row), tensor, op, group.subset(column)).start()
 
 
 def by_verbs(verbs: Verbs, tensor: Tensor, op: str) -> None:

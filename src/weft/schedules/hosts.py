@@ -49,39 +49,22 @@ def hosts_of(group: Group) -> Hosts:
     return _named(group.hosts)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The ranks of a group on hosts that have as many each, and several.
+def row_and_column(group: Group) -> tuple[tuple[int, ...], list[int]] | None:
+    """The ranks of this rank's host, ascending, and those that have its place, one on each host.
 
-    Attributes:
-        rows: the ranks of each host, ascending.
-        row: those of this rank's host.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    row: tuple[int, ...]
-
-    def column(self, rank: int) -> list[int]:
-        """The ranks that have the place of this one of `row`, one on each host."""
-        place = self.row.index(rank)
-        return [ranks[place] for ranks in self.rows]
-
-
-def grid_of(group: Group) -> Grid | None:
-    """The grid that hosts and ranks are; None, on all ranks: there is one host, or hosts have one
-    rank, or not as many each.
+    None, on all ranks: there is one host, or hosts have one rank, or not as many each.
 
     Example:
         >>> from weft.testing import threads
-        >>> group = threads.group(4, hosts=["red", "blue", "red", "blue"])[3]
-        >>> grid = grid_of(group)
-        >>> grid.row, grid.column(1)
+        >>> row_and_column(threads.group(4, hosts=["red", "blue", "red", "blue"])[1])
         ((1, 3), [0, 1])
     """
     rows = hosts_of(group).ranks
     if len(rows) == 1 or len(rows[0]) == 1 or len({*map(len, rows)}) > 1:
         return None
-    return Grid(rows, next(row for row in rows if group.rank in row))
+    row = next(row for row in rows if group.rank in row)
+    place = row.index(group.rank)
+    return row, [ranks[place] for ranks in rows]
 
 
 @functools.lru_cache(maxsize=64)  # calls ask again and again
