@@ -178,7 +178,6 @@ SENDS = (
     "call",
     "confess",
     "exchange",
-    "handshake",
     "opened",
     "post",
     "start",

@@ -14,7 +14,6 @@ import torch
 
 import weft
 from weft import nn
-from weft.call import handshake
 from weft.nn import autograd, executor
 from weft.schedules import chain
 from weft.testing import run, spmd
@@ -164,15 +163,15 @@ def filled(ys):
 
 WAYS = {
     "eager": {},
-    "moves": {(handshake, "EAGER"): -1},
+    "moves": {(autograd, "EAGER"): -1},
     "schedules": {
-        (handshake, "EAGER"): -1,
+        (autograd, "EAGER"): -1,
         (executor, "DIRECT"): -1,
         (chain, "CHUNKS"): (16, 16),
     },
     "verbs": {(executor, "_directly"): None, (autograd, "assemble"): None},
 }
-"""How tensors travel: in the handshake; as messages; by the hint's schedule, in chunks; by verbs
+"""How tensors travel: with the opening; as messages; by the hint's schedule, in chunks; by verbs
 alone, where tensors of the group do."""
 
 

@@ -174,7 +174,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("extent", [3, 3000])  # in the handshake, or in messages
+@pytest.mark.parametrize("extent", [3, 3000])  # with the opening, or in messages
 @pytest.mark.parametrize("what", TRANSFORMS)
 @spmd(2, on=("processes",))  # a process has one level of forward mode for all threads
 def test_what_a_layer_would_lose_is_an_error_on_every_rank(group, what, extent):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import nn
-from weft.call import handshake
+from weft.nn import autograd
 from weft.nn.grid import Box
 from weft.testing import run, spmd
 
@@ -241,12 +241,13 @@ def test_a_shape_that_changes_on_one_rank_is_right(group):
 
 def test_the_rank_whose_statement_cannot_be_read_is_named(monkeypatch):
     """Also above 16 ranks, where others pass it on."""
-    pack = handshake.Operand.pack
-    monkeypatch.setattr(
-        handshake.Operand,
-        "pack",
-        lambda self: pack(self)[: -1 if threading.current_thread().name == "rank 13" else None],
-    )
+    pack = autograd.packed
+
+    def cut_short(*given):
+        whole = pack(*given)
+        return whole[:-1] if threading.current_thread().name == "rank 13" else whole
+
+    monkeypatch.setattr(autograd, "packed", cut_short)
 
     def program(group):
         with pytest.raises(weft.WireError, match="rank 13 sent a statement that cannot") as caught:

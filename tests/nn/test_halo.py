@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import weft
 from weft import nn
-from weft.call import handshake
+from weft.nn import autograd
 from weft.nn.grid import cells
 from weft.testing import run
 
-WAYS = [("threads", -1), ("threads", handshake.EAGER), ("verbs", handshake.EAGER)]
-"""What ranks are, and the bytes of tensors that go in the handshake: none, few, none by verbs."""
+WAYS = [("threads", -1), ("threads", autograd.EAGER), ("verbs", autograd.EAGER)]
+"""What ranks are, and the bytes of tensors that go with the opening: none, few, none by verbs."""
 
 MODES = {"zero": "constant", "periodic": "wrap"}
 WIDEST = 9
@@ -110,7 +110,7 @@ def test_margins_differ_from_rank_to_rank(case, way):
         torch.testing.assert_close(x.grad, whole.grad[mine], rtol=1e-12, atol=1e-12)
 
     on, eager = way
-    with mock.patch.object(handshake, "EAGER", eager):
+    with mock.patch.object(autograd, "EAGER", eager):
         run(4, program, on=on)
 
 
@@ -136,7 +136,7 @@ def test_a_memory_format_stays(ndim, memory_format, on, eager):
             found.append(y)
         return found[0]
 
-    with mock.patch.object(handshake, "EAGER", eager):
+    with mock.patch.object(autograd, "EAGER", eager):
         first, second, third = run(3, program, on=on)
     assert torch.equal(second, whole[:, :, 1:5])
     assert torch.equal(first[:, :, 1:], whole[:, :, :3])

@@ -139,7 +139,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("side", [3, 300])  # with the handshake, and by itself
+@pytest.mark.parametrize("side", [3, 300])  # with the opening, and by itself
 @spmd(3, on=("threads", "verbs"))
 def test_what_torch_cannot_copy_is_an_error_on_every_rank(group, move, side):
     layer = MOVES[move]()

@@ -46,7 +46,7 @@ def works(group, rows=2):
     assert y.tolist() == [(group.rank - 1) % group.size] * rows
 
 
-@pytest.mark.parametrize("rows", [2, 200_000])  # in the handshake, or in messages
+@pytest.mark.parametrize("rows", [2, 200_000])  # with the opening, or in messages
 @spmd(1, 2, 3, on=("threads", "processes", "verbs"))
 def test_a_field_that_differs_is_an_error_on_every_rank(group, rows):
     works(group, rows)
@@ -121,7 +121,7 @@ def side(shape, box=None, at=(0,), ranks=(0, 1)):
         ),
     ],
 )
-@pytest.mark.parametrize("rows", [4, 40_000])  # in the handshake, or in messages
+@pytest.mark.parametrize("rows", [4, 40_000])  # with the opening, or in messages
 def test_a_plan_that_does_not_fit_the_tensors_loses_no_group(have, want, text, rows):
     fits = side((rows,))
 
@@ -197,7 +197,7 @@ def test_every_argument_of_every_layer_is_compared():
             for each in fields(spec):
                 value = getattr(spec, each.name)
                 if isinstance(value, weft.Partition) or each.name == "movement":
-                    continue  # these have fields of their own in the handshake: grids, the name
+                    continue  # these have fields of their own with the opening: grids, the name
                 another = not value if isinstance(value, bool) else ("other", "one")
                 other = replace(spec, **{each.name: another})
                 if other.arguments == spec.arguments:

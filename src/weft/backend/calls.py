@@ -28,10 +28,11 @@ from ..base.tensors import (
     shares_elements,
     write,
 )
+from ..call.mode import PLAIN
 from ..comm.all_reduce import reduce_in_place
 from ..comm.gradients import index_outside
 from ..comm.named import wrong_gradient
-from ..comm.uneven import gather_in_place, reduce_parts
+from ..comm.uneven import Scattering, gather_in_place
 from ..group.group import Group
 from ..kernels.ops import OPS
 from ..schedules import dense
@@ -110,10 +111,9 @@ def reduce_scatter_single(group: Group, out: Tensor, mine: Tensor, op: str) -> J
     fields = _compared([place, whole], op)
 
     def job() -> list[Tensor]:
-        own = flattened(plain(whole))
-        result = own.new_empty(place.numel())  # `out` may lie in what is still to be sent
         counts = [place.numel()] * group.size
-        reduce_parts(group, "reduce_scatter_single", fields, own, counts, op, result)
+        scattering = Scattering(group, "reduce_scatter_single", fields, sizes=counts, op=op)
+        (result,), _ = scattering.run([flattened(plain(whole))], PLAIN)
         write(place, result.view(place.shape))
         mark_overwritten([out])
         return [out]

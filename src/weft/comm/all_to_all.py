@@ -11,15 +11,14 @@ The adjoint of sending tensors is sending their gradients back: the same collect
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..base.errors import check, entry
-from ..base.memory import fresh, memory_of
-from ..base.tensors import Shape, as_bytes, wrong_dims
+from ..base.memory import fresh
+from ..base.tensors import Shape, as_bytes, plain, wrong_dims
 from ..call.attempt import preparing
 from ..call.mode import Mode
 from ..call.opening import Opening, opened
@@ -27,10 +26,9 @@ from ..group import default
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
 from .differentiable import Linear, apply
-from .staging import most_to_each, move, unsendable
+from .staging import most_to_each, move, packed, unpacked, unsendable
 
 _NAME = "all_to_all"
-_ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 
 
 @entry
@@ -97,9 +95,10 @@ class Scatter(Linear):
         group = self.group
         like = tensors[group.rank]
         with preparing(group, self.name):  # there may be no memory
+            tensors = [*map(plain, tensors)]
             verbs = verbs_of(group, like.device)
             eager = most_to_each(group) if verbs is None else [-1] * group.size
-            statements = [*map(_packed, tensors, eager)]
+            statements = [*map(packed, tensors, eager)]
         statements[group.rank] = b""
         fields = {**self.fields, "dtype": like.dtype, "device": carried_by(verbs)}
         private = [[each] for each in statements]
@@ -108,7 +107,7 @@ class Scatter(Linear):
         along: dict[int, Tensor] = {}
         for peer in group.peers:
             said = opening.private[peer]
-            shapes[peer], came = group.decode(peer, "a tensor", _unpacked, said, like.dtype)
+            shapes[peer], came = group.decode(peer, "a tensor", unpacked, said, like.dtype)
             if came is not None:
                 along[peer] = came
         if verbs is not None:
@@ -138,29 +137,3 @@ def _exchanged(verbs: Verbs, tensors: Sequence[Tensor], shapes: Sequence[Shape])
         results.append(part)
         start += part.numel()
     return results
-
-
-def _packed(tensor: Tensor, eager: int) -> bytes:
-    """A tensor's shape, with its bytes if they are few."""
-    along = tensor.nbytes <= eager
-    shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
-    payload = memory_of(tensor) if along else b""
-    return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
-
-
-def _unpacked(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
-    """Read what `_packed` made: a shape, and the tensor, in that memory, if it came along.
-
-    Raises:
-        ValueError, struct.error: the bytes are invalid.
-    """
-    along, dims = struct.unpack_from("<?B", raw)
-    shape, end = struct.unpack_from(f"<{dims}q", raw, 8), 8 + 8 * dims
-    payload, count = raw[end + -end % _ALIGNED :], math.prod(shape)
-    if min(shape, default=0) < 0 or (along and count * dtype.itemsize > len(payload)):
-        raise ValueError(f"shape {shape} in {len(raw)} bytes")
-    if not along:
-        return shape, None
-    if not count:
-        return shape, torch.empty(shape, dtype=dtype, device="cpu")
-    return shape, torch.frombuffer(payload, dtype=dtype, count=count).view(shape)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -76,19 +75,20 @@ def in_buckets(
         reads: whether the collective reads this rank's tensors.
         writes: whether the result is copied to this rank's tensors.
     """
-    under_way: deque[_UnderWay] = deque()
+    under_way: deque[_Bucket] = deque()
     for bucket in _planned(tensors, wire_dtype):
-        under_way.append(_UnderWay(bucket))
-        under_way[-1].start(group, start, reads)
+        bucket.start(group, start, reads)
+        under_way.append(bucket)
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().end(writes)
-    for each in under_way:
-        each.end(writes)
+    for bucket in under_way:
+        bucket.end(writes)
 
 
-@dataclass(slots=True)
 class _Bucket:
     """Pieces of tensors that are sent together: of one dtype, and on one kind of device.
+
+    It is filled by `add`, on the wire from `start` on, and through at `end`.
 
     Attributes:
         dtype: in which they are sent.
@@ -98,15 +98,54 @@ class _Bucket:
         count: elements of all pieces.
     """
 
-    dtype: torch.dtype
-    pieces: list[Tensor] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    count: int = 0
+    _lease: Lease | None = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.pieces: list[Tensor] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.count = 0
 
     def add(self, piece: Tensor) -> None:
         """Add a piece."""
         self.pieces.append(piece)
         self.count += len(piece)
+
+    def start(self, group: Group, start: Callable[[Tensor], Pending | None], reads: bool) -> None:
+        """Start the collective on the bucket, and on what its tensors have if it `reads` them."""
+        first = self.pieces[0]
+        if len(self.pieces) == 1 and first.dtype == self.dtype:
+            self._flat = first
+        else:
+            self._flat = self._workspace(group, first.device)
+            for place, piece in self._places() if reads else ():
+                place.copy_(piece)
+        self._pending = start(self._flat)
+
+    def _workspace(self, group: Group, device: torch.device) -> Tensor:
+        """Memory of the bucket's own, on the device of its tensors."""
+        shape = (self.count,)
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        self._lease = group.lease(self.count * self.dtype.itemsize)
+        return typed(self._lease.tensor, shape, self.dtype)
+
+    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pieces, each with its place in the workspace before it."""
+        places = self._flat.split_with_sizes([*map(len, self.pieces)])
+        return zip(places, self.pieces, strict=True)
+
+    def end(self, writes: bool) -> None:
+        """Wait for the result and, if it `writes`, copy it to the tensors."""
+        if self._pending is not None:
+            self._pending.wait()
+        if self._flat is not self.pieces[0]:
+            for place, piece in self._places() if writes else ():
+                write(piece, place)
+        if self._lease is not None:
+            self._lease.release()
+        for tensor, copy in self.copies if writes else ():
+            write(tensor, copy)
 
 
 def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Iterator[_Bucket]:
@@ -117,7 +156,10 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
         flat = flattened(plain(tensor))
         copies = [] if is_plain(tensor) else [(tensor, flat.view(tensor.shape))]
         if dtype == tensor.dtype and tensor.nbytes >= ALONE:
-            yield _Bucket(dtype, [flat], copies, len(flat))
+            alone = _Bucket(dtype)
+            alone.add(flat)
+            alone.copies = copies
+            yield alone
             continue
         kind, most = (dtype, tensor.device.type), BUCKET // dtype.itemsize
         bucket = filling.setdefault(kind, _Bucket(dtype))
@@ -129,50 +171,3 @@ def _planned(tensors: Iterable[Tensor], wire_dtype: torch.dtype | None) -> Itera
             bucket.add(piece)
         bucket.copies += copies
     yield from filling.values()
-
-
-class _UnderWay:
-    """A bucket on the wire, from `start` to `end`."""
-
-    _lease: Lease | None = None
-
-    def __init__(self, bucket: _Bucket) -> None:
-        self._bucket = bucket
-
-    def start(self, group: Group, start: Callable[[Tensor], Pending | None], reads: bool) -> None:
-        """Start the collective on the bucket, and on what its tensors have if it `reads` them."""
-        bucket = self._bucket
-        first = bucket.pieces[0]
-        if len(bucket.pieces) == 1 and first.dtype == bucket.dtype:
-            self._flat = first
-        else:
-            self._flat = self._workspace(group, first.device)
-            for place, piece in self._places() if reads else ():
-                place.copy_(piece)
-        self._pending = start(self._flat)
-
-    def _workspace(self, group: Group, device: torch.device) -> Tensor:
-        """Memory of the bucket's own, on the device of its tensors."""
-        shape = (self._bucket.count,)
-        dtype = self._bucket.dtype
-        if device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=device)
-        self._lease = group.lease(self._bucket.count * dtype.itemsize)
-        return typed(self._lease.tensor, shape, dtype)
-
-    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The pieces, each with its place in the workspace before it."""
-        pieces = self._bucket.pieces
-        return zip(self._flat.split_with_sizes([*map(len, pieces)]), pieces, strict=True)
-
-    def end(self, writes: bool) -> None:
-        """Wait for the result and, if it `writes`, copy it to the tensors."""
-        if self._pending is not None:
-            self._pending.wait()
-        if self._flat is not self._bucket.pieces[0]:
-            for place, piece in self._places() if writes else ():
-                write(piece, place)
-        if self._lease is not None:
-            self._lease.release()
-        for tensor, copy in self._bucket.copies if writes else ():
-            write(tensor, copy)

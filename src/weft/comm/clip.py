@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,18 +89,15 @@ def clip_grad_norm_(
     if error and not groups:
         raise WeftError(error)
     values: dict[Tensor, Tensor] = {}
-    parts: dict[Group, list[Tensor]] = {group: [] for group in groups.values()}
-    if error is None:
-        for parameter in given:
-            gradient = _values(parameter)
-            if gradient is not None:
-                values[parameter] = gradient
-                if parameter in groups:
-                    parts[groups[parameter]].append(gradient)
+    for parameter in given if error is None else ():
+        gradient = _values(parameter)
+        if gradient is not None:
+            values[parameter] = gradient
+    shards: dict[Group, list[Tensor]] = {}
+    for weight, group in groups.items():
+        shards.setdefault(group, []).append(weight)
     # first of all what may raise an error on all ranks: the norm of a DTensor has others wait
-    doubles = {groups[weight] for weight in groups if weight.dtype == torch.float64}
-    devices = {group: weight.device for weight, group in reversed(groups.items())}
-    norms_of_shards = _norms_over(parts, devices, doubles, most, p, error)
+    norms_of_shards = _norms_over(shards, values, most, p, error)
     whole = [each for parameter, each in values.items() if parameter not in groups]
     norms = [_norm(each, p) for each in whole if each.numel()] + norms_of_shards
     total = nn.utils.get_total_norm(norms, p)  # the norm of norms is that of all values
@@ -166,17 +163,21 @@ def _norm(values: Tensor, p: float) -> Tensor:
 
 
 def _norms_over(
-    parts: dict[Group, list[Tensor]],
-    devices: dict[Group, torch.device],
-    doubles: Collection[Group],
+    shards: Mapping[Group, Sequence[Tensor]],
+    values: Mapping[Tensor, Tensor],
     most: float,
     p: float,
     error: str | None,
 ) -> list[Tensor]:
-    """The norm of the values that the ranks of each group have; collective over each of them.
+    """The norm of what the ranks of each group have of gradients; collective over each of them.
 
-    It is on the device that the group has in `devices`, of float64 for the groups of `doubles`,
-    which have weights of it, else of float32.
+    It is on the device of the group's first weight here, of float64 if one is, else of float32.
+
+    Args:
+        shards: the weights of each group that are cut over its ranks.
+        values: the numbers of the gradients, by weight.
+        most, p: the arguments of the call.
+        error: what is wrong with these, or with a gradient, if anything is.
 
     Raises:
         WeftError: some rank's arguments are wrong, or differ. All groups have heard of it by then.
@@ -184,14 +185,15 @@ def _norms_over(
     fields = {"max_norm": most, "norm_type": p}
     found = []
     raised: WeftError | None = None
-    for group, values in parts.items():
+    for group, weights in shards.items():
         op = "max" if math.isinf(p) else "sum"
         reduction = Reduction(group, _NAME, fields, op=op)
         try:
             with preparing(group, _NAME):
                 check(error)
-                nothing = torch.zeros((), device=devices[group])
-                norms = [nothing, *(_norm(each, p) for each in values if each.numel())]
+                nothing = torch.zeros((), device=weights[0].device)
+                own_values = [values[each] for each in weights if each in values]
+                norms = [nothing, *(_norm(each, p) for each in own_values if each.numel())]
                 own = torch.stack([norm.to(nothing.device) for norm in norms]).double()
                 own = own.amax() if math.isinf(p) else (own**p).sum()
             total = apply(reduction, [own])[0]
@@ -200,7 +202,8 @@ def _norms_over(
             error = error or str(first)
         else:
             norm = total if math.isinf(p) else total.pow(1 / p)
-            found.append(norm if group in doubles else norm.float())
+            is_double = any(each.dtype == torch.float64 for each in weights)
+            found.append(norm if is_double else norm.float())
     if raised is not None:
         raise raised
     return found

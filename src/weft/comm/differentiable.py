@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WeftError, entry
-from ..base.tensors import has_elements, lacking, plain
+from ..base.tensors import has_elements, lacking
 from ..call.attempt import preparing
 from ..call.mode import Mode
 from ..call.opening import Opening
@@ -60,12 +60,12 @@ class Linear(ABC):
         Args:
             gradients: of the results, one for each.
         """
-        kind = self.name.partition(" ")[0]
+        kind = self.name.partition(" (")[0].partition(" backward of call")[0]
         adjoint = self.adjoint(f"{kind} backward of call {self.number}")
         with preparing(self.group, adjoint.name):
             for gradient in gradients:
                 if not has_elements(gradient):
-                    what = f"a gradient is {lacking(gradient)}"
+                    what = f"{kind}: a gradient is {lacking(gradient)}"
                     raise WeftError(f"{what}: differentiate one at a time")
         return apply(adjoint, gradients)
 
@@ -94,7 +94,7 @@ def make(
         finish: makes the caller's result of the collective's; differentiable.
     """
     mode = Mode.of(tensors)  # of here and now
-    given = [plain(tensor.detach()) for tensor in tensors]  # an expanded one may not fit in memory
+    given = [tensor.detach() for tensor in tensors]
 
     def job() -> tuple[list[Tensor], bool]:
         with torch.no_grad():

@@ -130,24 +130,15 @@ def shares_calls(module: nn.Module, group: Group) -> bool:
     return any(each.session is group.session for each in groups.values())
 
 
-def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All but those that are cut over ranks; the same one under each of its names."""
-    return _whole(module.named_parameters(remove_duplicate=False))
-
-
-def _whole(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Those of some tensors that are not cut over ranks."""
-    given = list(named)
-    shards = shards_among(tensor for _, tensor in given)
-    return ((name, tensor) for name, tensor in given if tensor not in shards)
-
-
-def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, str, Tensor]]:
-    for name, parameter in parameters(module):
-        yield "parameter", name, parameter
-    if buffers:
-        for name, buffer in _whole(module.named_buffers(remove_duplicate=False)):
-            yield "buffer", name, buffer
+def _tensors(module: nn.Module, buffers: bool) -> list[tuple[str, str, Tensor]]:
+    """Those that are not cut over ranks, each with its kind, under each of its names."""
+    found: list[tuple[str, str, Tensor]] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.append(("parameter", name, parameter))
+    for name, buffer in module.named_buffers(remove_duplicate=False) if buffers else ():
+        found.append(("buffer", name, buffer))
+    shards = shards_among(tensor for _, _, tensor in found)
+    return [each for each in found if each[2] not in shards]
 
 
 def overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:

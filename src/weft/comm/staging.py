@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..base.memory import memory_of
-from ..base.tensors import has_elements, lacking, serves, wrong_dims
+from ..base.tensors import Shape, has_elements, lacking, plain, serves, wrong_dims
 from ..call.attempt import preparing
 from ..call.mode import Mode
 from ..call.opening import Opening, opened
@@ -22,6 +24,7 @@ from ..verbs.interface import Verbs
 ALONG = 128 << 10
 """Bytes of a tensor that may go along with an opening, at most."""
 
+_ALIGNED = 16  # bytes: a shape is padded to a multiple, so that any dtype may follow
 _TOGETHER = 96 << 10  # bytes of all tensors of a rank, where each rank hears what is for all
 _TO_OTHERS = 8 << 10  # bytes of a tensor that all need, some of them on other hosts
 
@@ -97,6 +100,34 @@ def most_to_each(group: Group) -> list[int]:
     """For each rank the bytes of a tensor that it alone is told as a call opens, at most."""
     of_near = min(ALONG, _TOGETHER // max(1, len(group.near)))
     return [of_near if peer in group.near else ALONG for peer in range(group.size)]
+
+
+def packed(tensor: Tensor, most: int) -> bytes:
+    """A tensor's shape, with its elements if they have so many bytes at most."""
+    along = tensor.nbytes <= most
+    shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
+    payload = memory_of(plain(tensor)) if along else b""
+    return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
+
+
+def unpacked(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:
+    """Read what `packed` made: a shape, and the tensor, in that memory, if it came along.
+
+    Raises:
+        ValueError, struct.error: the bytes are invalid.
+    """
+    along, dims = struct.unpack_from("<?B", raw)
+    shape = struct.unpack_from(f"<{dims}q", raw, 8)
+    end = 8 + 8 * dims
+    payload = raw[end + -end % _ALIGNED :]
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or (along and count * dtype.itemsize > len(payload)):
+        raise ValueError(f"shape {shape} in {len(raw)} bytes")
+    if not along:
+        return shape, None
+    if not count:
+        return shape, torch.empty(shape, dtype=dtype, device="cpu")
+    return shape, torch.frombuffer(payload, dtype=dtype, count=count).view(shape)
 
 
 def move(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:

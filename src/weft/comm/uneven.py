@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.arguments import as_integer, shown
 from ..base.errors import WeftError, check, entry, summed_up
 from ..base.memory import fresh, memory_of, typed
-from ..base.tensors import as_bytes, flattened
+from ..base.tensors import as_bytes, flattened, plain
 from ..call.attempt import preparing
 from ..call.mode import PLAIN, Mode
 from ..call.opening import Opening
@@ -151,8 +151,8 @@ class Gathering(Linear):
         return Scattering(self.group, name, sizes=self.sizes)
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
-        own = tensors[0]
         with preparing(self.group, self.name):
+            own = plain(tensors[0])
             found = fresh((sum(self.sizes), *own.shape[1:]), own.dtype, own.device)
         fields = _compared(self.sizes, own)
         opening = gather_in_place(self.group, self.name, fields, own, found, self.sizes, mode=mode)
@@ -179,14 +179,30 @@ class Scattering(Linear):
         return [each / self.group.size for each in found] if self.op == "avg" else found
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
-        whole = tensors[0]
-        size = self.sizes[self.group.rank]
-        with preparing(self.group, self.name):
-            found = fresh((size, *whole.shape[1:]), whole.dtype, whole.device)
-        fields = {"op": self.op, **_compared(self.sizes, whole)}
-        opening = reduce_parts(
-            self.group, self.name, fields, whole, self.sizes, self.op, found, mode=mode
+        group = self.group
+        sizes = list(self.sizes)
+        with preparing(group, self.name):
+            whole = plain(tensors[0])
+            found = fresh((sizes[group.rank], *whole.shape[1:]), whole.dtype, whole.device)
+        fields = {"op": self.op, **self.fields, **_compared(sizes, whole)}
+        opening, verbs, goes_along = opened_with(
+            group, self.name, fields, whole, whole.nbytes, mode
         )
+        parts = [flattened(part) for part in torch.split(whole, sizes)]
+        place = flattened(found)
+        if goes_along:
+            first = sum(part.nbytes for part in parts[: group.rank])
+            said = [each[first : first + place.nbytes] for each in opening.bodies(whole.nbytes)]
+            if place.nbytes:
+                terms = [torch.frombuffer(each, dtype=place.dtype) for each in said]
+                dense.reduce(terms, self.op, place)
+        elif verbs is None:
+            _reduce_in_chunks(group, parts, self.op, place)
+        elif whole.numel():
+            counts = [*map(len, parts)]
+            terms_there = verbs.exchange(flattened(whole), counts, [len(place)] * group.size)
+            if place.nbytes:
+                dense.reduce(torch.split(terms_there, len(place)), self.op, place)
         return [found], opening
 
 
@@ -250,45 +266,6 @@ def _gather_by_verbs(verbs: Verbs, own: Tensor, place: Tensor, counts: Sequence[
         padded[: len(own)].copy_(own)
     found = torch.split(verbs.all_gather(padded), longest)
     torch.cat([part[:count] for part, count in zip(found, counts, strict=True)], out=place)
-
-
-def reduce_parts(
-    group: Group,
-    call: str,
-    fields: Mapping[str, object],
-    whole: Tensor,
-    sizes: Sequence[int],
-    op: str,
-    out: Tensor,
-    *,
-    mode: Mode = PLAIN,
-) -> Opening:
-    """Open a call, and reduce the part of each rank there; collective. Ranks add in their order.
-
-    Args:
-        group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
-        whole: contiguous: the parts follow one another in rank order.
-        sizes: how many rows each rank's part has.
-        op: one of `weft.kernels.OPS`, which there is for the dtype.
-        out: contiguous: becomes this rank's part, reduced.
-    """
-    opening, verbs, goes_along = opened_with(group, call, fields, whole, whole.nbytes, mode)
-    parts = [flattened(part) for part in torch.split(whole, list(sizes))]
-    place = flattened(out)
-    if goes_along:
-        first = sum(part.nbytes for part in parts[: group.rank])
-        said = [each[first : first + out.nbytes] for each in opening.bodies(whole.nbytes)]
-        if out.nbytes:
-            terms = [torch.frombuffer(each, dtype=out.dtype) for each in said]
-            dense.reduce(terms, op, place)
-    elif verbs is None:
-        _reduce_in_chunks(group, parts, op, place)
-    elif whole.numel():
-        counts = [*map(len, parts)]
-        found = verbs.exchange(flattened(whole), counts, [len(place)] * group.size)
-        if out.nbytes:
-            dense.reduce(torch.split(found, len(place)), op, place)
-    return opening
 
 
 def _reduce_in_chunks(group: Group, parts: Sequence[Tensor], op: str, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The layers in autograd: forward, backward, and derivatives of any order.
 
 A layer is a linear map, and its adjoint, the transpose of the plan, is its derivative. Each is a
-call again, with a handshake, so in every pass all ranks know what all ranks pass. The name of a
+call again, with an opening, so in every pass all ranks know what all ranks pass. The name of a
 derivative says which call it is of: ranks whose graphs run in different orders raise an error, and
 do not mix up gradients of the same size.
 
@@ -12,24 +12,34 @@ scalar that does (the anchor).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base._torch import waited
 from ..base.arguments import is_a
 from ..base.errors import WeftError, check, conclusion, entry
-from ..base.tensors import Shape, in_format_of, serves, unreadable, wrong_dims
+from ..base.tensors import Shape, dtype_in, in_format_of, serves, unreadable, wrong_dims
 from ..call.attempt import preparing
-from ..call.handshake import Heard, Operand, among, handshake, payload_of
+from ..call.fingerprint import UNKNOWN
 from ..call.mode import Mode
-from ..comm.staging import unfollowed
+from ..call.opening import Opening, opened
+from ..call.statement import room
+from ..comm.differentiable import Linear, make
+from ..comm.staging import packed, unfollowed, unpacked
 from ..group.group import Group
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
-from .executor import assemble, execute, has_addition
+from .executor import among, assemble, execute, has_addition
+from .plan import Plan
 from .spec import Spec, planned
+
+EAGER = 4 << 10
+"""Bytes of a tensor that may go along with the opening, at most; of more than 16 ranks fewer. If
+all tensors are so small, nothing more is sent."""
 
 
 @entry
@@ -49,7 +59,12 @@ def applied(spec: Spec, x: Tensor) -> Tensor:
     ranks = spec.groups.get(group.rank)
     if ranks is None:
         return outside(spec.name, group, x)
-    return _recorded(Call(spec, group, ranks), x)
+    taking_part = among(group, ranks)
+    with preparing(taking_part, spec.name) as call:
+        check(_wrong(spec, group.rank, x))
+        make(call, Moving(taking_part, spec.name, spec=spec, whole=group, ranks=ranks), [x])
+    y: Tensor = call.start()[0]
+    return y
 
 
 def outside(name: str, group: Group, x: Any) -> Tensor:
@@ -72,146 +87,119 @@ def _what(x: object) -> str:
     return f"one of shape {tuple(x.shape)}"
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a layer, forward or backward.
+_Operand = tuple[Shape, Tensor | None]
+"""What a rank passes: the shape of its tensor, and the tensor, if it came with the opening."""
+
+
+@dataclass
+class Moving(Linear):
+    """A layer, or its adjoint, as a collective of the ranks that take part.
 
     Attributes:
         spec: of the layer.
-        group: of the group.
-        ranks: the ranks that take part.
-        order: the order of the derivative: 0 is forward; odd ones use the transpose of the plan.
-        of: the number of the call whose derivative it is; 0: of none.
-        stated: in backward, the shape that this rank passed to forward, which it states again;
-            None: that of the tensor.
+        whole: the group in which the spec and its plans count ranks.
+        ranks: of it, those that take part.
+        plan: in backward, the transpose of forward's; None: the one for the shapes that all pass.
         nothing: the shape of the output on a rank that gets nothing.
+        shape: of this rank's tensor; known once it has run.
     """
 
-    spec: Spec
-    group: Group
-    ranks: tuple[int, ...]
-    order: int = 0
-    of: int = 0
-    stated: Shape | None = None
+    spec: Spec = field(kw_only=True)
+    whole: Group = field(kw_only=True)
+    ranks: tuple[int, ...] = ()
+    plan: Plan | None = None
     nothing: Shape = (0,)
+    shape: Shape = ()
 
-    @property
-    def name(self) -> str:
-        return f"{self.spec.name} backward" if self.order % 2 else self.spec.name
+    def adjoint(self, name: str) -> Moving:
+        assert self.plan is not None  # it has run
+        return replace(self, name=name, plan=self.plan.T, nothing=self.shape)
 
-    def run(self, x: Any) -> Moved:
-        """Learn what all ranks pass, make the plan, and carry it out. Collective.
+    def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
+        x = waited(tensors[0])
+        self.shape = tuple(x.shape)
+        with preparing(self.group, self.name):
+            verbs = verbs_of(self.group, x.device)
+            most = min(EAGER, room(len(self.ranks))) if verbs is None else -1
+            operand = packed(x, most)
+            fields: dict[str, object] = {
+                "partition": self.spec.grids,
+                "arguments": self.spec.arguments,
+                "dtype": x.dtype if x.numel() else None,
+                "device": carried_by(verbs),
+            }
+        opening = opened(self.group, self.name, fields, operand, mode=mode)
+        dtype = x.dtype  # where nobody's tensor says anything
+        if opening.fields["dtype"] != UNKNOWN:
+            dtype = opening.field("dtype", dtype_in)
+        own = self.shape, x if x.nbytes <= most else None
+        operands = dict(zip(self.ranks, opening.read(unpacked, dtype, own=own), strict=True))
+        if self.plan is None:
+            self.plan = self._plan_for(operands, dtype)
+        return [self._moved(x, self.plan, operands, dtype, verbs)], opening
 
-        Args:
-            x: this rank's tensor.
-
-        Raises:
-            WeftError, WireError: as `applied`.
-        """
-        name = self.name
-        if self.order > 1:
-            name += f" of order {self.order}"
-        if self.of:
-            name += f" of call {self.of}"
-
-        def job() -> Moved:
-            group = among(self.group, self.ranks)
-            with preparing(group, self.name):
-                check(self._wrong(x))
-                verbs = verbs_of(group, x.device)
-                shape = tuple(x.shape) if self.stated is None else self.stated
-                operand = Operand(shape, payload_of(x, self.ranks) if verbs is None else None)
-                fields: dict[str, object] = {
-                    "partition": self.spec.grids,
-                    "arguments": self.spec.arguments,
-                    "dtype": x.dtype if x.numel() else None,
-                    "device": carried_by(verbs),
-                }
-            heard = handshake(self.group, self.ranks, name, fields, operand, Mode.of([x]))
-            return self._moved(x, heard, verbs)
-
-        return self.group.worker.call(name, job)
-
-    def _moved(self, x: Tensor, heard: Heard, verbs: Verbs | None) -> Moved:
-        """Carry out the plan that follows from what all ranks said; collective.
-
-        Args:
-            x: this rank's tensor.
-            heard: what all ranks said.
-            verbs: of the ranks that take part, by which tensors go; None: by posts on the wire.
+    def _plan_for(self, operands: Mapping[int, _Operand], dtype: torch.dtype) -> Plan:
+        """The plan of forward, from what all ranks said.
 
         Raises:
-            WeftError: the plan cannot be made or carried out; the same text on every rank.
-            WireError: as `applied`.
+            WeftError: it cannot be made or carried out; the same text on every rank.
         """
-        said = heard.operands
-        dtype = heard.dtype or x.dtype  # its own where nobody's tensor says anything
-        if self.spec.summing and not self.order and not has_addition(dtype):
+        if self.spec.summing and not has_addition(dtype):
             raise conclusion(
                 f"{self.name} adds up values, and {dtype} has no addition in torch: pass another "
                 "dtype (the signed integers of unsigned ones, by x.view, have the same sums)"
             )
-        group = self.group
         sources = [rank for rank in self.ranks if rank in self.spec.sources]
-        shapes = tuple((rank, said[rank].shape) for rank in sources)
-        plan = planned(self.spec, shapes)
-        if self.order % 2:
-            plan = plan.T
-        if all(said[rank].payload is not None for rank in plan.have.shapes):
-            came = {
-                rank: group.decode(rank, "a tensor", said[rank].tensor, shape, dtype)
-                for rank, shape in plan.have.shapes.items()
-            }
+        return planned(self.spec, tuple((rank, operands[rank][0]) for rank in sources))
+
+    def _moved(
+        self,
+        x: Tensor,
+        plan: Plan,
+        operands: Mapping[int, _Operand],
+        dtype: torch.dtype,
+        verbs: Verbs | None,
+    ) -> Tensor:
+        """Carry out a plan; collective.
+
+        Args:
+            x: this rank's tensor.
+            plan: the plan.
+            operands: what all ranks said, their small tensors included.
+            dtype: of all tensors that have elements.
+            verbs: of the ranks that take part, by which tensors go; None: by posts on the wire.
+        """
+        group = self.whole
+        small = {rank: operands[rank][1] for rank in plan.have.shapes}
+        came = {rank: tensor for rank, tensor in small.items() if tensor is not None}
+        if len(came) == len(small):
             y = assemble(plan, came, group.rank, dtype, x.device)
         else:
             # if its own is another, the tensor has no volume, so that its own said nothing
-            local = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-            local = local.resolve_conj().resolve_neg()
-            y = execute(plan, local, group, self.ranks, verbs)
+            local = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+            y = execute(plan, local.resolve_conj().resolve_neg(), group, self.ranks, verbs)
         if group.rank not in plan.want.shapes:
             y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
-        y = in_format_of(x, y)
-        return Moved(self, heard.number, heard.records, y)
-
-    def _wrong(self, x: Any) -> str | None:
-        """What is wrong with this rank's own tensor, or None."""
-        if not is_a(x, Tensor):
-            return f"{self.name} takes a tensor, not a {type(x).__name__}"
-        if (trouble := _untakable(x)) is not None:
-            return f"{self.name} takes dense tensors, and this one is {trouble}"
-        if (trouble := wrong_dims(x)) is not None:
-            return f"{self.name}: the tensor {trouble}"
-        if (trouble := unfollowed("the tensor", x)) is not None:
-            return f"{self.name}: {trouble}"
-        if not self.order and self.group.rank not in self.spec.sources and x.numel():
-            return (
-                f"{self.name} takes no tensor from this rank, which passes {_what(x)}: pass one "
-                "without elements, such as weft.nn.zero_volume_tensor()"
-            )
-        return None
-
-    def back(self, shape: Shape, number: int) -> Call:
-        """The call of the adjoint, after the call of this number with a tensor of this shape."""
-        order = self.order + 1
-        stated = shape if order % 2 else None
-        return replace(self, order=order, of=number, stated=stated, nothing=shape)
+        return in_format_of(x, y)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Moved:
-    """A call that was carried out, before autograd records it.
-
-    Attributes:
-        call: the call.
-        number: of the call, the same on all ranks that take part.
-        records: whether some rank records gradients; then all take part in backward.
-        output: this rank's, without a gradient.
-    """
-
-    call: Call
-    number: int
-    records: bool
-    output: Tensor
+def _wrong(spec: Spec, rank: int, x: Any) -> str | None:
+    """What is wrong with this rank's own tensor, or None."""
+    name = spec.name
+    if not is_a(x, Tensor):
+        return f"{name} takes a tensor, not a {type(x).__name__}"
+    if (trouble := _untakable(x)) is not None:
+        return f"{name} takes dense tensors, and this one is {trouble}"
+    if (trouble := wrong_dims(x)) is not None:
+        return f"{name}: the tensor {trouble}"
+    if (trouble := unfollowed("the tensor", x)) is not None:
+        return f"{name}: {trouble}"
+    if rank not in spec.sources and x.numel():
+        return (
+            f"{name} takes no tensor from this rank, which passes {_what(x)}: pass one "
+            "without elements, such as weft.nn.zero_volume_tensor()"
+        )
+    return None
 
 
 def _untakable(x: Tensor) -> str | None:
@@ -221,31 +209,3 @@ def _untakable(x: Tensor) -> str | None:
     if type(x).__name__ == "DTensor":
         return "a DTensor: pass the shard that weft.nn.from_dtensor(x, partition) gives"
     return unreadable(x)
-
-
-def _recorded(call: Call, x: Any) -> Tensor:
-    """Make a call; autograd records it. Collective."""
-    moved = call.run(x)
-    if not moved.records:
-        return moved.output
-    anchor = None if x.requires_grad else torch.zeros((), device="cpu", requires_grad=True)
-    y: Tensor = _Move.apply(x, anchor, moved)  # type: ignore[no-untyped-call]  # torch's
-    return y
-
-
-class _Move(torch.autograd.Function):
-    """Records a call that was carried out. Its derivative is a call again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, moved: Moved) -> Tensor:
-        ctx.call = moved.call
-        ctx.number = moved.number
-        ctx.shape = tuple(x.shape)
-        ctx.dtype = x.dtype
-        return moved.output
-
-    @staticmethod
-    @entry
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = _recorded(ctx.call.back(ctx.shape, ctx.number), grad)
-        return back.to(ctx.dtype), None, None

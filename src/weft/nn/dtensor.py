@@ -26,8 +26,10 @@ from ..base.arguments import is_a
 from ..base.errors import WeftError, entry
 from ..base.tensors import Shape
 from ..call.attempt import preparing
-from ..call.handshake import Operand, among, handshake
+from ..call.opening import opened
+from ..comm.staging import packed, unpacked
 from .autograd import applied, outside
+from .executor import among
 from .mesh import as_dtensor, ranks_in
 from .partition import Partition
 from .repartition import Repartition, RepartitionSpec
@@ -142,7 +144,8 @@ def to_dtensor(
     if not partition.active:
         return _outside(name, partition, x, mesh)
     ranks = tuple(sorted(partition.ranks))
-    with preparing(among(group, ranks), name):
+    taking_part = among(group, ranks)
+    with preparing(taking_part, name):
         if not is_a(x, Tensor):
             raise WeftError(f"{name} takes a tensor, not a {type(x).__name__}")
         if not isinstance(placements, Sequence):
@@ -150,14 +153,15 @@ def to_dtensor(
                 f"{name}: placements is {placements!r}: pass a list with a Shard for each "
                 "dimension of the mesh"
             )
-        operand = Operand(tuple(x.shape))
+        operand = packed(x, -1)
         cells = _cells(name, partition, mesh)
         text = _text(cells, placements)
     fields = {"partition": partition.brief, "arguments": text, "dtype": None}
 
     def job() -> dict[int, Shape]:
-        heard = handshake(group, ranks, name, fields, operand)
-        return {rank: each.shape for rank, each in heard.operands.items()}
+        opening = opened(taking_part, name, fields, operand)
+        operands = opening.read(unpacked, x.dtype)
+        return {rank: shape for rank, (shape, _) in zip(ranks, operands, strict=True)}
 
     # from here on every rank knows the same, or all raise
     shapes = group.worker.call(name, job)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..base.memory import fresh, typed
 from ..base.tensors import Shape
-from ..call.handshake import among
 from ..group.channels import LAYERS
 from ..group.group import Group
 from ..group.pending import Pending
@@ -60,7 +59,7 @@ def has_addition(dtype: torch.dtype) -> bool:
 
 
 def execute(
-    plan: Plan, x: Tensor, group: Group, ranks: Sequence[int], verbs: Verbs | None
+    plan: Plan, x: Tensor, group: Group, ranks: tuple[int, ...], verbs: Verbs | None
 ) -> Tensor:
     """Carry out a plan; return this rank's result, a new tensor. Collective among the ranks.
 
@@ -83,12 +82,17 @@ def execute(
     return _directly(plan, x, group)
 
 
+def among(group: Group, ranks: tuple[int, ...]) -> Group:
+    """The group of some ranks: itself if these are all."""
+    return group if ranks == tuple(range(group.size)) else group.subset(ranks)
+
+
 def _shape(plan: Plan) -> Shape:
     """That of all tensors of a plan which a collective carries out."""
     return next(iter(plan.have.shapes.values()))
 
 
-def _reduced(plan: Plan, x: Tensor, group: Group, ranks: Sequence[int]) -> Tensor:
+def _reduced(plan: Plan, x: Tensor, group: Group, ranks: tuple[int, ...]) -> Tensor:
     """The sum of all tensors, on every rank. Who has none adds zeros."""
     wide = torch.complex64 if x.dtype is torch.complex32 else x.dtype  # which has no sums
     total = fresh(_shape(plan), wide, x.device)
@@ -96,7 +100,7 @@ def _reduced(plan: Plan, x: Tensor, group: Group, ranks: Sequence[int]) -> Tenso
         total.copy_(x)
     else:
         total.zero_()
-    dense_all_reduce(among(group, tuple(ranks)), total, "sum").wait()
+    dense_all_reduce(among(group, ranks), total, "sum").wait()
     return total.to(x.dtype)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Self, TypeVar, cast
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ...base._torch import profiled
 from ...base.arguments import in_words
@@ -85,9 +83,9 @@ class ShardedTable(Cut):
     _rank: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Also what `copy` and `pickle` begin with: from here on the table is guarded."""
+        """Also what `copy` and `pickle` begin with: from here on tables are guarded."""
         made = super().__new__(cls)
-        _guard_while_alive(made)
+        _guard_models()
         return made
 
     def __init__(
@@ -780,26 +778,11 @@ def _guard(parent: nn.Module, _: str, module: nn.Module | None) -> None:
 _numbers: weakref.WeakKeyDictionary[Group, Iterator[int]] = weakref.WeakKeyDictionary()
 """The number of the next table that is made, by the group whose ranks it is cut over."""
 
-_guarded: set[int] = set()  # the tables of this process that are alive, by id
-_guarding: list[RemovableHandle] = []  # torch's handle of `_guard`, while there are such
-_guard_lock = threading.RLock()  # again by the same thread, where a garbage collection ends a table
 
-
-def _guard_while_alive(table: ShardedTable) -> None:
-    """Have torch call `_guard` until this table, and every other, is gone."""
-    with _guard_lock:
-        _guarded.add(id(table))
-        if not _guarding:
-            _guarding.append(register_module_module_registration_hook(_guard))
-    weakref.finalize(table, _no_longer, id(table)).atexit = False
-
-
-def _no_longer(table: int) -> None:
-    with _guard_lock:
-        _guarded.discard(table)
-        if not _guarded:
-            while _guarding:
-                _guarding.pop().remove()
+@functools.cache  # once in a process
+def _guard_models() -> None:
+    """Have torch call `_guard` from now on."""
+    register_module_module_registration_hook(_guard)
 
 
 def _with_shard(module: ShardedTable, state: dict[str, Any], prefix: str, _: object) -> None:
