@@ -29,10 +29,10 @@ from ..base.tensors import (
     write,
 )
 from ..call.mode import PLAIN
-from ..comm.all_reduce import reduce_in_place
+from ..comm.all_reduce import Reduction
 from ..comm.gradients import index_outside
 from ..comm.named import wrong_gradient
-from ..comm.uneven import Scattering, gather_in_place
+from ..comm.uneven import Gathering, Scattering
 from ..group.group import Group
 from ..kernels.ops import OPS
 from ..schedules import dense
@@ -53,7 +53,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str) -> Job:
 
     def job() -> list[Tensor]:
         place = flattened(plain(own))
-        reduce_in_place(group, "all_reduce", fields, place, op)
+        Reduction(group, "all_reduce", fields, op=op).reduce(place)
         _put(place, own)
         return [tensor]
 
@@ -92,7 +92,7 @@ def all_gather_single(group: Group, out: Tensor, mine: Tensor) -> Job:
         if not is_there and overlapping(own, place):
             own = own.clone()  # parts of others would be written before it is sent
         counts = [own.numel()] * group.size
-        gather_in_place(group, "all_gather_single", fields, own, place, counts)
+        Gathering(group, "all_gather_single", fields, sizes=counts).fill(place, own)
         _put(place, whole)
         mark_overwritten([out])
         return [out]

@@ -11,7 +11,7 @@ elements that attain it, in equal shares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from ..call.attempt import preparing
 from ..call.mode import PLAIN, Mode
 from ..call.opening import Opening
 from ..group import default
-from ..group.group import Group
 from ..kernels.ops import ELSEWHERE, OPS
 from ..schedules import dense
 from ..sparse.request import op_name, travelling, wrong_wire_dtype
@@ -133,37 +132,28 @@ class Reduction(Linear):
 
     def run(self, tensors: Sequence[Tensor], mode: Mode) -> tuple[list[Tensor], Opening]:
         given = tensors[0]
-        shape = tuple(given.shape)
         with preparing(self.group, self.name):
-            total = fresh(shape, given.dtype, given.device).copy_(given)
-        fields = {"op": self.op, **self.fields, "shape": shape}
-        opening = reduce_in_place(self.group, self.name, fields, total, self.op, mode=mode)
+            total = fresh(tuple(given.shape), given.dtype, given.device).copy_(given)
+        opening = self.reduce(total, mode)
         if opening.records and self.op in ("min", "max"):
             self.attains = (given == total) | (given.isnan() & total.isnan())
         return [total], opening
 
+    def reduce(self, tensor: Tensor, mode: Mode = PLAIN) -> Opening:
+        """Open the call, and reduce a tensor over all ranks, in place; collective.
 
-def reduce_in_place(
-    group: Group,
-    call: str,
-    fields: Mapping[str, object],
-    tensor: Tensor,
-    op: str,
-    *,
-    mode: Mode = PLAIN,
-) -> Opening:
-    """Open a call, and reduce a tensor over all ranks; collective.
-
-    Args:
-        group, call, fields, mode: of the opening, in which the size of the tensor is compared.
-        tensor: contiguous; becomes what is reduced.
-        op: one of `weft.kernels.OPS`, which there is for the dtype.
-    """
-    opening, _, goes_along = opened_with(group, call, fields, tensor, tensor.nbytes, mode)
-    if not goes_along:
-        dense.dense_all_reduce(group, tensor, op).wait()
-    elif tensor.nbytes:
-        bodies = opening.bodies(tensor.nbytes)
-        parts = [torch.frombuffer(each, dtype=tensor.dtype) for each in bodies]
-        dense.reduce(parts, op, tensor)
-    return opening
+        Args:
+            tensor: contiguous; of a dtype for which there is the op.
+            mode: of the opening, in which the shape of the tensor is compared.
+        """
+        fields = {"op": self.op, **self.fields, "shape": tuple(tensor.shape)}
+        opening, _, goes_along = opened_with(
+            self.group, self.name, fields, tensor, tensor.nbytes, mode
+        )
+        if not goes_along:
+            dense.dense_all_reduce(self.group, tensor, self.op).wait()
+        elif tensor.nbytes:
+            bodies = opening.bodies(tensor.nbytes)
+            parts = [torch.frombuffer(each, dtype=tensor.dtype) for each in bodies]
+            dense.reduce(parts, self.op, tensor)
+        return opening

@@ -99,12 +99,12 @@ class Scatter(Linear):
             verbs = verbs_of(group, like.device)
             eager = most_to_each(group) if verbs is None else [-1] * group.size
             statements = [*map(packed, tensors, eager)]
-        statements[group.rank] = b""
+        statements[group.rank] = bytearray()
         fields = {**self.fields, "dtype": like.dtype, "device": carried_by(verbs)}
         private = [[each] for each in statements]
         opening = opened(group, self.name, fields, mode=mode, private=private)
         shapes = [tuple(like.shape)] * group.size
-        along: dict[int, Tensor] = {}
+        along = {group.rank: like}
         for peer in group.peers:
             said = opening.private[peer]
             shapes[peer], came = group.decode(peer, "a tensor", unpacked, said, like.dtype)
@@ -113,11 +113,11 @@ class Scatter(Linear):
         if verbs is not None:
             return _exchanged(verbs, tensors, shapes), opening
         results = [fresh(shape, like.dtype) for shape in shapes]
-        results[group.rank].copy_(like)
-        for peer, came in along.items():
-            results[peer].copy_(came)
-        large = [peer for peer in group.peers if tensors[peer].nbytes > eager[peer]]
-        outgoing = {peer: tensors[peer] for peer in large}
+        for rank, came in along.items():
+            results[rank].copy_(came)
+        outgoing = {
+            peer: tensors[peer] for peer in group.peers if tensors[peer].nbytes > eager[peer]
+        }
         move(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
         return results, opening
 

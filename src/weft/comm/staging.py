@@ -102,12 +102,12 @@ def most_to_each(group: Group) -> list[int]:
     return [of_near if peer in group.near else ALONG for peer in range(group.size)]
 
 
-def packed(tensor: Tensor, most: int) -> bytes:
+def packed(tensor: Tensor, most: int) -> bytearray:
     """A tensor's shape, with its elements if they have so many bytes at most."""
     along = tensor.nbytes <= most
     shape = struct.pack(f"<BB6x{tensor.dim()}q", along, tensor.dim(), *tensor.shape)
     payload = memory_of(plain(tensor)) if along else b""
-    return b"".join([shape, bytes(-len(shape) % _ALIGNED), payload])
+    return bytearray().join([shape, bytes(-len(shape) % _ALIGNED), payload])
 
 
 def unpacked(raw: memoryview, dtype: torch.dtype) -> tuple[Shape, Tensor | None]:

@@ -154,9 +154,35 @@ class Gathering(Linear):
         with preparing(self.group, self.name):
             own = plain(tensors[0])
             found = fresh((sum(self.sizes), *own.shape[1:]), own.dtype, own.device)
-        fields = _compared(self.sizes, own)
-        opening = gather_in_place(self.group, self.name, fields, own, found, self.sizes, mode=mode)
-        return [found], opening
+        return [found], self.fill(found, own, mode)
+
+    def fill(self, place: Tensor, own: Tensor, mode: Mode = PLAIN) -> Opening:
+        """Open the call, and fill a tensor with the parts of all ranks; collective.
+
+        Args:
+            place: contiguous: the parts follow one another in rank order.
+            own: this rank's part, contiguous; in its place already, or apart from all places.
+            mode: of the opening, in which the sizes of the parts are compared.
+        """
+        group = self.group
+        fields = {**self.fields, **_compared(self.sizes, own)}
+        parts = torch.split(place, list(self.sizes))
+        longest = max(part.nbytes for part in parts)
+        opening, verbs, goes_along = opened_with(group, self.name, fields, own, longest, mode)
+        if not longest:
+            return opening
+        if verbs is not None:
+            counts = [part.nbytes for part in parts]
+            _gather_by_verbs(verbs, as_bytes(own), as_bytes(place), counts)
+            return opening
+        if goes_along:
+            for rank, body in enumerate(opening.read(lambda body: body)):
+                group.decode(rank, "a part", _fill, body, parts[rank])
+            return opening
+        move(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
+        if own.data_ptr() != parts[group.rank].data_ptr():
+            parts[group.rank].copy_(own)
+        return opening
 
 
 @dataclass
@@ -210,42 +236,6 @@ def _compared(sizes: Sequence[int], tensor: Tensor) -> dict[str, object]:
     """What ranks compare of a call."""
     text = summed_up(str([*sizes]), _SPELLED, f"{sum(sizes)} rows")
     return {"dtype": tensor.dtype, "sizes": text, "row shape": tuple(tensor.shape[1:])}
-
-
-def gather_in_place(
-    group: Group,
-    call: str,
-    fields: Mapping[str, object],
-    own: Tensor,
-    place: Tensor,
-    sizes: Sequence[int],
-    *,
-    mode: Mode = PLAIN,
-) -> Opening:
-    """Open a call, and fill a tensor with the parts of all ranks; collective.
-
-    Args:
-        group, call, fields, mode: of the opening, in which the sizes of the parts are compared.
-        own: this rank's part, contiguous; in its place already, or apart from all places.
-        place: contiguous: the parts follow one another in rank order.
-        sizes: how many rows each rank's part has.
-    """
-    parts = torch.split(place, list(sizes))
-    longest = max(part.nbytes for part in parts)
-    opening, verbs, goes_along = opened_with(group, call, fields, own, longest, mode)
-    if not longest:
-        return opening
-    if verbs is not None:
-        _gather_by_verbs(verbs, as_bytes(own), as_bytes(place), [part.nbytes for part in parts])
-        return opening
-    if goes_along:
-        for rank, body in enumerate(opening.read(lambda body: body)):
-            group.decode(rank, "a part", _fill, body, parts[rank])
-        return opening
-    move(group, dict.fromkeys(group.peers, own), {peer: parts[peer] for peer in group.peers})
-    if own.data_ptr() != parts[group.rank].data_ptr():
-        parts[group.rank].copy_(own)
-    return opening
 
 
 def _fill(body: memoryview, part: Tensor) -> None:

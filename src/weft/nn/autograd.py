@@ -120,8 +120,7 @@ class Moving(Linear):
         self.shape = tuple(x.shape)
         with preparing(self.group, self.name):
             verbs = verbs_of(self.group, x.device)
-            most = min(EAGER, room(len(self.ranks))) if verbs is None else -1
-            operand = packed(x, most)
+            operand = packed(x, min(EAGER, room(self.group.size)) if verbs is None else -1)
             fields: dict[str, object] = {
                 "partition": self.spec.grids,
                 "arguments": self.spec.arguments,
@@ -132,8 +131,7 @@ class Moving(Linear):
         dtype = x.dtype  # where nobody's tensor says anything
         if opening.fields["dtype"] != UNKNOWN:
             dtype = opening.field("dtype", dtype_in)
-        own = self.shape, x if x.nbytes <= most else None
-        operands = dict(zip(self.ranks, opening.read(unpacked, dtype, own=own), strict=True))
+        operands = dict(zip(self.ranks, opening.read(unpacked, dtype), strict=True))
         if self.plan is None:
             self.plan = self._plan_for(operands, dtype)
         return [self._moved(x, self.plan, operands, dtype, verbs)], opening

@@ -24,23 +24,6 @@ from .plan import Plan, Side, between
 from .spec import Spec, fitting
 
 
-def check_grids(name: str, small: Partition, large: Partition) -> None:
-    """See that one grid broadcasts to the other.
-
-    Raises:
-        WeftError: it does not.
-    """
-    same_group(name, small, large)
-    tail = large.shape[large.dim - small.dim :]
-    if small.dim > large.dim or any(
-        a not in (1, b) for a, b in zip(small.shape, tail, strict=True)
-    ):
-        raise WeftError(
-            f"{name}: a grid of {small.shape} does not broadcast to one of {large.shape}: each "
-            "dimension must be 1 or as the other's"
-        )
-
-
 def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
     """The cells of a grid that are first along some dimensions, as a grid of its own."""
     kept = normal_dims(dims, partition.dim)
@@ -113,7 +96,13 @@ class _BetweenGrids(Layer):
             small, large = target, partition
         else:
             small, large = partition, target
-        check_grids(name, small, large)
+        same_group(name, small, large)
+        shared = zip(small.shape, large.shape[large.dim - small.dim :], strict=False)
+        if small.dim > large.dim or any(few not in (1, many) for few, many in shared):
+            raise WeftError(
+                f"{name}: a grid of {small.shape} does not broadcast to one of {large.shape}: each "
+                "dimension must be 1 or as the other's"
+            )
         source, target = (large, small) if summing else (small, large)
         super().__init__(self.spec_type(source, target))
 

@@ -1,9 +1,9 @@
 """To and from DTensors of `torch.distributed` that are cut: Repartition moves the shards.
 
 A DTensor says by its mesh and placements which rank has which part. Where all placements are Shard
-it is a tensor that is cut along a grid (`Layout`), by `torch.chunk`: parts of ceil(n / p) elements,
-the last ones shorter or empty; each mesh dimension cuts what the ones before it left. Repartition
-moves it between that grid and the caller's. What has other placements its owner redistributes.
+it is a tensor that is cut along a grid, by `torch.chunk`: parts of ceil(n / p) elements, the last
+ones shorter or empty; each mesh dimension cuts what the ones before it left. Repartition moves it
+between that grid and the caller's. What has other placements its owner redistributes.
 
 Some DTensors are errors on every rank, because values would be wrong: those that were made of other
 shards than PyTorch would cut, those that are cut in another order of the mesh dimensions than from
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -180,25 +180,13 @@ class FromDTensor(RepartitionSpec):
     name = "from_dtensor"
 
 
-class Layout(NamedTuple):
-    """How PyTorch cuts a tensor.
-
-    Attributes:
-        grid: the ranks of the mesh, as a grid that cuts each dimension of the tensor.
-        lengths: of the parts of each dimension.
-    """
-
-    grid: Partition
-    lengths: list[Shape]
-
-
 def _layout(
     name: str,
     partition: Partition,
     cells: Partition,
     placements: Sequence[Placement],
     shape: Shape,
-) -> Layout:
+) -> tuple[Partition, list[Shape]]:
     """How PyTorch cuts a tensor of that shape along a mesh of the ranks of a partition.
 
     Args:
@@ -207,6 +195,10 @@ def _layout(
         cells: the mesh.
         placements: on the mesh.
         shape: of the whole tensor.
+
+    Returns:
+        The ranks of the mesh, as a grid that cuts each dimension of the tensor; and the lengths of
+        the parts of each dimension.
 
     Raises:
         WeftError: there is a mesh or a placement of which PyTorch, or the conversion, would make
@@ -235,7 +227,7 @@ def _layout(
         lengths[dim] = tuple(part for each in lengths[dim] for part in _chunks(each, count))
     order = sorted(range(ranks.ndim), key=dims.__getitem__)
     grid = partition.like(tuple(map(len, lengths)), ranks.transpose(order).flatten().tolist())
-    return Layout(grid, lengths)
+    return grid, lengths
 
 
 def _outside(name: str, partition: Partition, x: Tensor, mesh: object) -> Tensor:

@@ -13,14 +13,13 @@ Hewett and Grady (arXiv 2006.03108), on the halo exchange.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
-from ..base.arguments import is_a
+from ..base.arguments import as_integer, is_a
 from ..base.errors import WeftError
 from ..base.tensors import Shape
 from .grid import Box
@@ -184,33 +183,18 @@ def _widths(partition: Partition, width: Any) -> Widths:
     Raises:
         WeftError: that is not what was given.
     """
-    try:
-        by_dim = width
-        if not isinstance(width, Sequence):
-            by_dim = [width if extent > 1 else 0 for extent in partition.shape]
-        found: Widths = ()
-        for each in by_dim:
-            before, after = each if isinstance(each, Sequence) else (each, each)
-            found += ((_integer(before), _integer(after)),)
-    except (TypeError, ValueError) as error:
+    by_dim = width
+    if not isinstance(width, Sequence):
+        by_dim = [width if extent > 1 else 0 for extent in partition.shape]
+    found: list[tuple[int, ...]] = []
+    for each in by_dim:
+        ends = each if isinstance(each, Sequence) else (each, each)
+        # one of a single element would pass for that
+        found.append(tuple(-1 if is_a(end, Tensor) else as_integer(end) for end in ends))
+    if len(found) != partition.dim or any(len(pair) != 2 or min(pair) < 0 for pair in found):
         raise WeftError(
             f"HaloExchange: width is {width!r}: pass an integer, or for each dimension an integer "
-            "or a pair (before, after), or a function that gives such"
-        ) from error
-    if len(found) != partition.dim or any(each < 0 for pair in found for each in pair):
-        raise WeftError(
-            f"HaloExchange: width is {width!r}, and the grid {partition.shape}: pass a width of at "
-            "least 0 for each dimension"
+            "or a pair (before, after), or a function that gives such, of at least 0 for each "
+            f"dimension of the grid {partition.shape}"
         )
-    return found
-
-
-def _integer(given: Any) -> int:
-    """An integer, which a tensor is not, though one of a single element passes for that element.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if is_a(given, Tensor):
-        raise TypeError("a tensor is no integer")
-    return operator.index(given)
+    return cast(Widths, tuple(found))
