@@ -115,10 +115,12 @@ class Scatter(Linear):
         results = [fresh(shape, like.dtype) for shape in shapes]
         for rank, came in along.items():
             results[rank].copy_(came)
-        outgoing = {
-            peer: tensors[peer] for peer in group.peers if tensors[peer].nbytes > eager[peer]
-        }
-        move(group, outgoing, {peer: results[peer] for peer in group.peers if peer not in along})
+        large = [peer for peer in group.peers if tensors[peer].nbytes > eager[peer]]
+        move(
+            group,
+            {peer: tensors[peer] for peer in large},
+            {peer: results[peer] for peer in group.peers if peer not in along},
+        )
         return results, opening
 
 

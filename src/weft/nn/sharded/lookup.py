@@ -16,10 +16,10 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ... import kernels
@@ -28,6 +28,7 @@ from ...base.tensors import plain, there
 from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
+from ...comm.named import Cut
 from ...group.group import Group
 from ...kernels.kinds import Kinds
 from ...kernels.ops import OPS
@@ -39,27 +40,34 @@ _SENDING = f"{NAME} (rows)"
 _SPELLED = 500  # characters of a fingerprint that tell what tables there are; above, a digest
 
 
-class Table(Protocol):
+class Table(Cut):
     """A table that is cut over ranks, as it is looked up.
 
     Attributes:
         weight: this rank's rows.
         bounds: for each rank the index of its first row; and the number of all rows.
-        description: what must be equal on all ranks, in words.
-        num_embeddings, embedding_dim, max_norm, norm_type, average, sparse: of the table.
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, average, sparse: of the
+            table.
     """
 
-    weight: nn.Parameter
     bounds: list[int]
     num_embeddings: int
     embedding_dim: int
+    padding_idx: int | None
     max_norm: float | None
     norm_type: float
     average: bool
     sparse: bool
+    _number: int  # among the tables that its group has made: so ranks know which one is meant
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """What must be equal on all ranks, in words."""
+        kind = "averaged" if self.average else "summed"
+        most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
+        size = f"{self.num_embeddings} x {self.embedding_dim}"
+        dtype = str(self.weight.dtype)[6:]
+        return f"{size} of {dtype}, gradients {kind}{most}, table {self._number} of its group"
 
 
 class Search(NamedTuple):

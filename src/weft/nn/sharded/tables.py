@@ -39,14 +39,14 @@ from ...base.errors import WeftError, entry
 from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
-from ...comm.named import Cut, shards_by_name
+from ...comm.named import shards_by_name
 from ...comm.staging import unsendable
 from ...group import default
 from ...group.group import Group
 from ...verbs.group import read
 from ..mesh import as_shard
 from ..partition import Partition
-from .lookup import ASKING, NAME, Search, description_of, fetched, messages_for
+from .lookup import ASKING, NAME, Search, Table, description_of, fetched, messages_for
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -57,7 +57,7 @@ from the rows of the distinct ones, the place among these of each given one, and
 `padding_idx`."""
 
 
-class ShardedTable(Cut):
+class ShardedTable(Table):
     """The common base of `ShardedEmbedding` and `ShardedEmbeddingBag`.
 
     Attributes:
@@ -68,18 +68,9 @@ class ShardedTable(Cut):
     """
 
     _kind: Any  # the class of torch that this one stands for
-    num_embeddings: int
-    embedding_dim: int
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
     scale_grad_by_freq: bool
-    sparse: bool
-    average: bool
     first: int
-    bounds: list[int]
     _ranks: Partition  # which copies of the table share, and pickle finds again by name
-    _number: int  # among the tables that its group has made: so ranks know which one is meant
     _rank: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -367,15 +358,6 @@ class ShardedTable(Cut):
                     f"index {index} is outside of a table of {total} rows: pass 0 to {total - 1}"
                 )
         return cuts, begin if end > begin else None
-
-    @property
-    def description(self) -> str:
-        """What must be equal on all ranks, in words."""
-        kind = "averaged" if self.average else "summed"
-        most = "" if self.max_norm is None else f", max_norm {self.max_norm} of {self.norm_type}"
-        size = f"{self.num_embeddings} x {self.embedding_dim}"
-        dtype = str(self.weight.dtype)[6:]
-        return f"{size} of {dtype}, gradients {kind}{most}, table {self._number} of its group"
 
 
 class ShardedEmbedding(ShardedTable):
@@ -723,9 +705,10 @@ def _more_than_rows(part: nn.Module) -> str | None:
     for name, register in vars(nn.Module()).items():  # of hooks, of buffers, of parts
         if isinstance(register, Sized) and name != "_parameters" and vars(part).get(name):
             return f"its own {name}"
+    needed = {*Table.__annotations__, *ShardedTable.__annotations__}
     for name in _attributes(part):
         # it would take the place of what the other one needs, such as its forward
-        if hasattr(_KINDS[type(part)], name) or name in ShardedTable.__annotations__:
+        if hasattr(_KINDS[type(part)], name) or name in needed:
             return f"its own {name}"
     if weight.grad is not None:
         return "a gradient, weight.grad"
