@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..base.tensors import Shape
-from .draw import drawn
 from .grid import Box, whole
 from .sides import Move, Piece, Side
 
@@ -176,13 +175,12 @@ class Plan:
         return "all_reduce" if have.keys() == want.keys() else None
 
     def draw(self, rank: int | None = None) -> str:
-        """Who has what, and whose values lie where in what a rank gets, as text.
+        """Who has what, and which part of what a rank gets holds whose values, as text.
 
-        A table has the ranges of the tensor that a rank gets, in the dimensions that are cut, and
-        in each cell the rank whose values lie there; "0+2" is a sum, and "." nobody's: zeros.
+        What lies in no part is zero; where parts overlap, their values are added up.
 
         Args:
-            rank: whose tensor to draw; None: those of all ranks.
+            rank: whose tensor to show; None: those of all ranks.
 
         Example:
             >>> from weft.nn.grid import Box, whole
@@ -192,8 +190,8 @@ class Plan:
             rank 0 has (2,)
             rank 1 has (3,)
             rank 1 gets (5,)
-                 0:2  2:5
-            0:1    0    1
+              [0:2] of rank 0
+              [2:5] of rank 1
         """
         travel = [move for move in self.moves if move.source != move.destination]
         values = sum(move.take.volume for move in travel)
@@ -204,8 +202,10 @@ class Plan:
         for each, shape in sorted(self.want.shapes.items()):
             if rank in (None, each):
                 lines.append(f"rank {each} gets {shape}")
-                sources = self.local(each).sources.items()
-                lines += drawn(shape, [(put, source) for source, m in sources for _, put in m])
+                for move in self.moves:
+                    if move.destination == each:
+                        ranges = map("{}:{}".format, move.put.start, move.put.stop)
+                        lines.append(f"  [{', '.join(ranges)}] of rank {move.source}")
         return "\n".join(lines)
 
 
