@@ -190,7 +190,7 @@ def test_grids_and_shapes_that_are_none(group):
         (lambda: nn.HaloExchange(P(3), np.ones((1, 2), int)), "pass an integer, or for each dim"),
         (lambda: nn.HaloExchange(P((1, 3)), torch.tensor([2])), "pass an integer, or for each dim"),
         (lambda: nn.HaloExchange(P(3), [torch.tensor([2])]), "pass an integer, or for each dim"),
-        (lambda: nn.HaloExchange(P(3), lambda cell: -cell[0]), "width is -1, .* of at least 0"),
+        (lambda: nn.HaloExchange(P(3), lambda cell: -cell[0]), "width is -1: .* of at least 0"),
         (lambda: nn.HaloExchange(P(3), lambda cell: None), "width is None: pass an integer"),
         (lambda: nn.HaloExchange(P(3), 1, "reflect"), "boundary 'reflect' is unknown: use zero or"),
         (lambda: P(3).reshape((2, 2)), r"a grid of \(2, 2\) cannot be made of 3 ranks"),

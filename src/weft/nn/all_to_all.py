@@ -16,20 +16,30 @@ from ..base.tensors import Shape
 from .layer import Layer
 from .partition import Partition, are_grids, integers, normal_dims
 from .plan import Plan, between
-from .slices import Movement, SliceSpec
-from .spec import checked_lengths, fitting, parts, shards
+from .slices import slices_of
+from .spec import Spec, checked_lengths, fitting, parts, shards
 
 
 @dataclass(frozen=True)
-class AllToAllSpec(SliceSpec):
-    """Shards along one dimension to shards along another; `dims` is the grid's."""
+class AllToAllSpec(Spec):
+    """Shards along one dimension to shards along another, within slices of a grid.
 
-    gathered: int = 0
-    scattered: int = 1
+    Attributes:
+        partition: the grid.
+        dims: of the tensor: the one that is gathered, and the one that is cut.
+        along: the dimension of the grid whose ranks exchange.
+        lengths: of the parts along the second of `dims`; None: balanced ones.
+    """
 
-    def settings(self) -> str:
-        cut = "" if self.lengths is None else f", lengths={self.lengths[0]}"
-        return f"dims=({self.gathered}, {self.scattered}), along={self.dims[0]}{cut}"
+    partition: Partition
+    dims: Shape
+    along: int
+    lengths: Shape | None
+
+    name = "AllToAll"
+
+    def _connected(self) -> Iterable[Sequence[int]]:
+        return slices_of(self.partition, (self.along,))
 
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         gathered, scattered = self._from_first(len(shapes[min(shapes)]))
@@ -37,8 +47,7 @@ class AllToAllSpec(SliceSpec):
         lengths = fitting(self.name, places, shapes, (gathered,))
         there: list[Shape] = [(sum(each),) for each in lengths]
         (extent,) = there[scattered]
-        given = None if self.lengths is None else self.lengths[0]
-        there[scattered] = parts(self.name, extent, len(places), given, scattered)
+        there[scattered] = parts(self.name, extent, len(places), self.lengths, scattered)
         return between(
             shards(places, lengths, (gathered,)),
             shards(self._places(shapes, scattered), there, (scattered,)),
@@ -50,18 +59,18 @@ class AllToAllSpec(SliceSpec):
         Raises:
             WeftError: they are not two of these.
         """
-        both = self.gathered, self.scattered
-        if any(not -ndim <= dim < ndim for dim in both) or (both[0] - both[1]) % ndim == 0:
+        first, second = self.dims
+        if any(not -ndim <= dim < ndim for dim in self.dims) or (first - second) % ndim == 0:
             raise WeftError(
-                f"{self.name}: dims is {both}, and the tensor has {ndim} dimensions: pass two "
+                f"{self.name}: dims is {self.dims}, and the tensor has {ndim} dimensions: pass two "
                 "different ones of these"
             )
-        return both[0] % ndim, both[1] % ndim
+        return first % ndim, second % ndim
 
     def _places(self, ranks: Iterable[int], dim: int) -> dict[int, Shape]:
         """Where each rank is, in a grid that cuts this dimension of the tensor alone."""
-        (along,) = self.dims
-        return {rank: (*(0,) * dim, self.partition.cells[rank][along]) for rank in ranks}
+        cells = self.partition.cells
+        return {rank: (*(0,) * dim, cells[rank][self.along]) for rank in ranks}
 
 
 class AllToAll(Layer):
@@ -107,7 +116,6 @@ class AllToAll(Layer):
             raise WeftError(
                 f"AllToAll: dims is {both}: pass two different dimensions of the tensor"
             )
-        axis = normal_dims(both[0] if along is None else along, partition.dim)
-        cut = None if lengths is None else checked_lengths([lengths])
-        movement = Movement("AllToAll", "shards", "shards")
-        super().__init__(AllToAllSpec(movement, partition, axis, cut, *both))
+        (axis,) = normal_dims(both[0] if along is None else along, partition.dim)
+        (cut,) = checked_lengths([lengths]) or (None,)
+        super().__init__(AllToAllSpec(partition, both, axis, cut))

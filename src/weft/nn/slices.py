@@ -71,11 +71,7 @@ class SliceSpec(Spec):
         return self.movement.brings == "wholes"
 
     def _connected(self) -> Iterable[Sequence[int]]:
-        found: dict[Shape, list[int]] = {}
-        for rank, cell in self.partition.cells.items():
-            rest = tuple(at for dim, at in enumerate(cell) if dim not in self.dims)
-            found.setdefault(rest, []).append(rank)
-        return found.values()
+        return slices_of(self.partition, self.dims)
 
     @functools.cached_property
     def sources(self) -> frozenset[int]:
@@ -87,25 +83,31 @@ class SliceSpec(Spec):
         cells = self.partition.cells
         return [rank for rank in ranks if not any(cells[rank][dim] for dim in self.dims)]
 
-    def _parts(self, ranks: Iterable[int], shape: Shape) -> dict[int, Box]:
-        """The boxes of the parts into which a tensor is cut for some ranks of a slice."""
-        lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
-        return shards({rank: self.partition.cells[rank] for rank in ranks}, lengths, self.dims)
-
     def plan(self, shapes: Mapping[int, Shape]) -> Plan:
         ranks = self.groups[next(iter(shapes))]
         sharded = self.movement.brings == "shards"
-        cells = {rank: self.partition.cells[rank] for rank in shapes}
-        lengths = fitting(self.name, cells, shapes, self.dims if sharded else ())
+        cells = {rank: self.partition.cells[rank] for rank in ranks}
+        brought = {rank: cells[rank] for rank in shapes}
+        lengths = fitting(self.name, brought, shapes, self.dims if sharded else ())
         shape = tuple(map(sum, lengths))
+        if self.movement.gets == "shards":
+            lengths = cut(self.name, self.partition, self.dims, shape, self.lengths)
 
         def held(form: Form) -> dict[int, Box]:
-            if form != "shards":
-                holders = ranks if form == "wholes" else self._first(ranks)
-                return dict.fromkeys(holders, whole(shape))
-            return shards(cells, lengths, self.dims) if sharded else self._parts(ranks, shape)
+            if form == "shards":
+                return shards(cells, lengths, self.dims)
+            return dict.fromkeys(ranks if form == "wholes" else self._first(ranks), whole(shape))
 
         return between(held(self.movement.brings), held(self.movement.gets))
+
+
+def slices_of(partition: Partition, dims: Shape) -> Iterable[Sequence[int]]:
+    """The ranks of each slice of a grid along some of its dimensions."""
+    found: dict[Shape, list[int]] = {}
+    for rank, cell in partition.cells.items():
+        rest = tuple(at for dim, at in enumerate(cell) if dim not in dims)
+        found.setdefault(rest, []).append(rank)
+    return found.values()
 
 
 class CuttingLayer(Layer):

@@ -6,7 +6,7 @@ torch.nn.Module with a spec; its adjoint is the transpose of the plan.
 
 To add a layer, subclass `Spec`, define `plan`, and put a `Layer` around it
 (docs/to-write-a-layer.md). A layer from one form of a slice's tensor to another is a `Movement`
-(`slices`); another one within the slices of a grid subclasses `SliceSpec`, as `all_to_all` does,
+(`slices`); another one within the slices of a grid says so by `_connected`, as `all_to_all` does,
 and so its ranks wait for those of their slice alone.
 """
 

@@ -358,10 +358,14 @@ def _sparse_states(optimizers: list[torch.optim.Optimizer]) -> set[tuple[Tensor,
     return found
 
 
+@torch.no_grad()
 def _first_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, is_sparse: bool
 ) -> dict[str, Any]:
     """What an optimizer begins with at a parameter, at the rates of now.
+
+    It is found by a step of a copy of the optimizer with zeros in place of the parameter. What
+    counts is what the optimizer puts into its state at first, and not what that is afterwards.
 
     Args:
         optimizer: it stays as it is.
@@ -375,36 +379,23 @@ def _first_state(
     layouts = [torch.strided, torch.sparse_coo]
     errors = []
     for layout in reversed(layouts) if is_sparse else layouts:
+        trial = object.__new__(type(optimizer))
+        vars(trial).update(vars(optimizer))
+        trial.state = defaultdict(_Firsts)
         try:
-            return _first_state_by(optimizer, group, parameter, layout)
+            zeros = torch.zeros_like(parameter)
+            zeros.grad = torch.zeros_like(parameter, layout=layout)
+            trial.param_groups = [{**group, "params": [zeros]}]
+            inspect.unwrap(type(optimizer).step)(trial)  # as it was written, so without hooks
         except Exception as error:  # such as SparseAdam's of dense gradients, Adam's of sparse ones
             errors.append(error)
+        else:
+            found = trial.state[zeros]
+            return found.firsts if isinstance(found, _Firsts) else found
     raise WeftError(
         f"{type(optimizer).__name__} keeps nothing of a parameter of shape "
         f"{tuple(parameter.shape)} yet, and cannot begin with a gradient that is zero: {errors[0]}"
     ) from errors[0]
-
-
-@torch.no_grad()
-def _first_state_by(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    parameter: Tensor,
-    layout: torch.layout,
-) -> dict[str, Any]:
-    """The same, found by a step of a copy of the optimizer with zeros in place of the parameter.
-
-    What counts is what the optimizer puts into its state at first, and not what that is afterwards.
-    """
-    zeros = torch.zeros_like(parameter)
-    zeros.grad = torch.zeros_like(parameter, layout=layout)
-    trial = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer))
-    trial.param_groups = [{**group, "params": [zeros]}]
-    trial.state = defaultdict(_Firsts)
-    inspect.unwrap(type(optimizer).step)(trial)  # as it was written, so without hooks
-    found = trial.state[zeros]
-    return found.firsts if isinstance(found, _Firsts) else found
 
 
 class _Firsts(UserDict[str, Any]):
