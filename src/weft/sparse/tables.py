@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,10 +221,10 @@ def _part(whole: Tensor, low: int, high: int) -> Tensor:
     """
     if not whole.is_cpu:
         return whole[low:high].clone()
-    row = math.prod(whole.shape[1:]) * whole.itemsize
-    memory: torch.UntypedStorage = whole.untyped_storage()[low * row : high * row]
-    part = torch.empty(0, dtype=whole.dtype).set_(memory)
-    return part.view(high - low, *whole.shape[1:])
+    some = whole[low:high]
+    first = some.storage_offset() * some.itemsize
+    memory: torch.UntypedStorage = some.untyped_storage()[first : first + some.nbytes]
+    return torch.empty(0, dtype=some.dtype).set_(memory).view(some.shape)
 
 
 def _kinds(
