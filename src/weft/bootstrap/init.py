@@ -364,8 +364,7 @@ def _check_environment() -> None:
     slow.chosen()
     if (said := os.environ.get("WEFT_KERNELS", "")) not in ("", "reference"):
         raise WeftError(f"WEFT_KERNELS={said!r} means nothing: set it to reference, or unset it")
-    if (algorithm := os.environ.get("WEFT_ALGORITHM", "auto")) not in ("", "auto"):
-        registry.check_name(algorithm, f"WEFT_ALGORITHM={algorithm}: ")
+    registry.asked_for("auto")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host speaks for all
         for name, meant in unknown_variables(os.environ).items():
             hint = f"{meant} was meant?" if meant else "weft.config() lists those that it reads"

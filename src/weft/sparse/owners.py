@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ from .stream import (
     wait_all,
 )
 
-_NOTHING: Longs = np.empty(0, np.int64)
 _BINS = 64
 _LAST = (2**31 - 1, 2**63 - 1)  # the largest of each index dtype: a cut must fit in it, too
 
@@ -55,45 +53,23 @@ def balanced_bounds(header: Header, ranks: int, owners: int | None = None) -> li
         ranks: how many there are.
         owners: how many own a range; None: every rank.
     """
-    bins = _bins_of(header, ranks)
-    cuts = _equal_cuts(bins, bins.rows + (ranks - 1) * bins.union, owners or ranks)
+    parts = owners or ranks
+    count = len(header.points)
+    if not count:
+        return [0] * parts + [header.highest + 1]
+    # bins: neighbouring ranges of indices, which have about as many points
+    bins = min(_BINS, count)
+    starts = np.arange(bins, dtype=np.int64) * count // bins
+    end = header.highest + (header.highest not in _LAST)
+    edges = np.append(header.points[starts], end)
+    rows = np.add.reduceat(header.weights, starts)
+    union = np.maximum(_expected_union(rows, np.diff(edges), ranks), 1)
+    cuts = _equal_cuts(edges, rows + (ranks - 1) * union, parts)
     return [0, *cuts, header.highest + 1]
 
 
-class _Bins(NamedTuple):
-    """Neighbouring ranges of indices, which have about as many rows.
-
-    Attributes:
-        edges: the first index of each, and the end of the last.
-        rows: of all ranks, in each.
-        union: sums expected in each, at least one.
-    """
-
-    edges: Longs
-    rows: Longs
-    union: Longs
-
-
-def _bins_of(header: Header, ranks: int) -> _Bins:
-    """The points of a header in at most `_BINS` bins; in none if there are no rows."""
-    points = header.points
-    count = len(points)
-    bins = min(_BINS, count)
-    if not bins:
-        return _Bins(_NOTHING, _NOTHING, _NOTHING)
-    end = header.highest + (header.highest not in _LAST)
-    starts = np.arange(bins, dtype=np.int64) * count // bins
-    edges = np.append(points[starts], end)
-    rows = np.add.reduceat(header.weights, starts)
-    union = np.maximum(_expected_union(rows, np.diff(edges), ranks), 1)
-    return _Bins(edges, rows, union)
-
-
-def _equal_cuts(bins: _Bins, work: Longs, parts: int) -> list[int]:
-    """Indices that cut the bins, each of so much work, into parts of equal work."""
-    edges = bins.edges
-    if not len(edges):
-        return [0] * (parts - 1)
+def _equal_cuts(edges: Longs, work: Longs, parts: int) -> list[int]:
+    """Indices that cut bins, each of so much work, into parts of equal work."""
     done = np.concatenate([[0], np.cumsum(work)])
     result = []
     for part in range(1, parts):

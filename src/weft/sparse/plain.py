@@ -69,9 +69,7 @@ def look(verbs: Verbs, request: Request) -> None:
     indices = request.rows.indices
     if request.moves:
         request.look_at_ends(verbs.read)
-    elif on_host(indices):
-        request.look()
-    elif indices.numel():
+    elif indices.numel() and not on_host(indices):  # else they are sorted
         kinds = Kinds.of(indices)
         most = kinds.starts(len(indices)).diff().max().view(1)
         ends = kinds.ascending[:1], kinds.ascending[-1:]

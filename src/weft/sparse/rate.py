@@ -73,18 +73,10 @@ def fitted(sizes: Sizes, rate: int) -> Sizes:
 
 
 def _guessed() -> int:
-    """The rate before any call was large enough."""
+    """The rate before any call was large enough: as WEFT_LINK says, in Gbit/s. Raises WeftError."""
     text = os.environ.get("WEFT_LINK")
-    return GUESS if text is None else parse(text)
-
-
-def parse(text: str) -> int:
-    """The rate that WEFT_LINK says, in Gbit/s. Raises WeftError.
-
-    Example:
-        >>> parse("1")
-        16
-    """
+    if text is None:
+        return GUESS
     try:
         rate = float(text)
         if not 0 < rate < math.inf:

@@ -6,6 +6,7 @@ To add an algorithm, write `algorithms/x.py` with one decorated function, import
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -39,15 +40,21 @@ def algorithm(function: Algorithm) -> Algorithm:
     return function
 
 
-def check_name(name: str, where: str = "") -> None:
-    """Raise WeftError if no algorithm has that name, which stands there (`where` begins the text).
+def asked_for(name: object) -> str:
+    """The name of an algorithm, or "auto", that a call's argument means; in place of "auto" what
+    the environment's WEFT_ALGORITHM says.
 
-    The text lists what there is.
+    Raises:
+        WeftError: no algorithm has that name; the text lists what there is.
     """
+    said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
+    chosen = str(said or name)
     names = [*ALGORITHMS, PLAIN]
-    if name not in names:
-        hint = meant(name, ["auto", *names])
+    if chosen != "auto" and chosen not in names:
+        where = f"WEFT_ALGORITHM={said}: " if said else ""
+        hint = meant(chosen, ["auto", *names])
         known = ", ".join(sorted(names))
         raise WeftError(
-            f"{where}algorithm {shown(name)} is unknown{hint}: use auto or one of {known}"
+            f"{where}algorithm {shown(chosen)} is unknown{hint}: use auto or one of {known}"
         )
+    return chosen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +27,7 @@ from ..base.tensors import (
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import Opening
 from ..kernels.ops import ELSEWHERE, HALVES, OPS, Op
-from .registry import PLAIN, check_name
+from .registry import PLAIN, asked_for
 from .rows import Rows
 
 NOTHING = Rows(
@@ -56,7 +55,7 @@ class Request:
         rows: the rows to be reduced or moved.
         distinct: their indices sorted, each once, and where the duplicates are; of tensors of the
             CPU, if rows are combined.
-        lowest, highest: the smallest and the largest index, once found; 0 and -1 without rows.
+        highest: the largest index, once found; -1 without rows.
         moves: the call only moves rows: they are neither sorted nor combined, and of any dtype. A
             rank without rows need not know their dtype and shape.
         op: the reduction, unless the call moves.
@@ -72,7 +71,6 @@ class Request:
 
     rows: Rows = NOTHING
     distinct: kernels.Distinct = _NONE
-    lowest: int = 0
     highest: int = -1
     moves: bool = False
     op: Op = OPS["sum"]
@@ -87,10 +85,7 @@ class Request:
     @classmethod
     def of(cls, rows: object, op: object, algorithm: object, wire_dtype: object) -> Request:
         """Check the arguments of a call, and sort the indices unless it moves."""
-        request = cls.asked(op, algorithm, wire_dtype).given(rows)
-        if request.rows.indices.is_cpu:  # else it is for the call's turn, which has the deadline
-            request.look()
-        return request
+        return cls.asked(op, algorithm, wire_dtype).given(rows).look()
 
     @classmethod
     def to_move(cls, rows: object, wire_dtype: object) -> Request:
@@ -104,7 +99,12 @@ class Request:
         if not request.moves:
             request.op = operation(op)
             request.fields["op"] = request.op.name
-        request._take_algorithm(algorithm)
+        if algorithm is not NO_CHOICE:
+            request.algorithm = request.fields["algorithm"] = asked_for(algorithm)
+        if not request.op.builtin and request.algorithm not in ("auto", PLAIN):
+            raise WeftError(
+                f"algorithm {request.algorithm} takes no function as op: use auto, or {PLAIN}"
+            )
         check(wrong_wire_dtype(wire_dtype))
         request.rounded = wire_dtype
         request.fields["wire_dtype"] = str(wire_dtype)
@@ -112,15 +112,17 @@ class Request:
 
     def given(self, rows: object) -> Request:
         """The same call for these rows: check them, all but the values of the indices."""
-        request = Request(
-            moves=self.moves, op=self.op, algorithm=self.algorithm, rounded=self.rounded
-        )
-        given, request.restore = unwrapped(rows, combined=not self.moves)
-        request.rows = readable(given)
-        request.fields = _fields(request.rows) | self.fields
+        given, restore = unwrapped(rows, combined=not self.moves)
+        given = readable(given)
+        fields = _fields(given) | self.fields
         if isinstance(rows, Tensor):  # else the height is all there is to know
-            request.fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
-        request._take_dtype(request.rows.values.dtype)
+            fields["sparse shape"] = tuple(rows.shape[: rows.sparse_dim()])
+        own = given.values.dtype
+        if not self.moves and (reason := self.op.refuses(own)):
+            raise WeftError(reason)
+        check(wrong_wire_dtype(self.rounded, own))
+        dtype = travelling(own, self.rounded)
+        request = replace(self, rows=given, dtype=dtype, fields=fields, restore=restore)
         request._widen()
         return request
 
@@ -130,28 +132,29 @@ class Request:
         return self.rows.values.device
 
     def look(self) -> Request:
-        """Check the indices, which are on the CPU; sort them, unless the call moves; once."""
-        if self.moves:
-            return self.look_at_ends(Tensor.tolist)
+        """Check indices on the CPU, and sort them unless the call moves.
+
+        Others are for the call's turn, which has the deadline.
+        """
         indices = self.rows.indices
-        if indices.numel() and not self.distinct.indices.numel():
+        if indices.is_cpu and self.moves:
+            self.look_at_ends(Tensor.tolist)
+        elif indices.is_cpu and indices.numel():
             self.distinct = kernels.distinct(indices)
             ascending = self.distinct.indices
             self.take_ends(int(ascending[0]), int(ascending[-1]))
         return self
 
-    def look_at_ends(self, read: Callable[[Tensor], list[int]]) -> Request:
+    def look_at_ends(self, read: Callable[[Tensor], list[int]]) -> None:
         """Check the indices without sorting them; `read` has a device's numbers on the host."""
         indices = self.rows.indices
         if indices.numel():
             self.take_ends(*read(torch.stack(indices.aminmax())))
-        return self
 
     def of_rows(self, rows: Rows) -> Request:
         """The same call for other, valid rows, whose values have the same dtype."""
         fields = self.fields | _fields(rows)
-        made = replace(self, rows=rows, distinct=_NONE, fields=fields)
-        return made.look() if rows.indices.is_cpu else made
+        return replace(self, rows=rows, distinct=_NONE, fields=fields).look()
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
@@ -159,28 +162,9 @@ class Request:
         self.fields[name] = root
 
     def take_ends(self, low: int, high: int) -> None:
-        """Note the smallest and the largest index. Raises WeftError: one is out of bounds."""
-        self.lowest = low
+        """Check the smallest and the largest index. Raises WeftError: one is out of bounds."""
         self.highest = high
         check(outside(low, high, self.rows.height) or self.wrong_ends(low, high))
-
-    def _take_algorithm(self, name: object) -> None:
-        if name is NO_CHOICE:
-            return
-        said = os.environ.get("WEFT_ALGORITHM") if name == "auto" else None
-        chosen = said or name
-        if chosen != "auto":
-            check_name(str(chosen), f"WEFT_ALGORITHM={said}: " if said else "")
-        if not self.op.builtin and chosen not in ("auto", PLAIN):
-            raise WeftError(f"algorithm {chosen} takes no function as op: use auto, or {PLAIN}")
-        self.algorithm = self.fields["algorithm"] = str(chosen)
-
-    def _take_dtype(self, own: torch.dtype) -> None:
-        """Check that the op and the `wire_dtype` apply to values of this dtype."""
-        if not self.moves and (reason := self.op.refuses(own)):
-            raise WeftError(reason)
-        check(wrong_wire_dtype(self.rounded, own))
-        self.dtype = travelling(own, self.rounded)
 
     def _widen(self) -> None:
         """Have half precision in float32 from here on, if the caller asks and the op combines it.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...base.memory import typed
+from ...call.bundle import swaps
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..registry import algorithm
@@ -31,6 +32,7 @@ def doubling(rows: CanonicalRows, call: Call) -> Rows:
     rank = group.rank
     core = 1 << (group.size.bit_length() - 1)
     paired = 2 * (group.size - core)  # the first ranks, two by two, act as one
+    peers = [peer for peer, _ in swaps(rank, group.size)]
     mine = _made(call, rows.indices)
     mine.values.copy_(rows.values)
 
@@ -43,17 +45,13 @@ def doubling(rows: CanonicalRows, call: Call) -> Rows:
     if rank < paired:
         (of_partner,) = _exchange(call, rank + 1, [], 1)
         mine = _merged(call, mine, of_partner)
+        peers = peers[1:-1]  # the first and the last swap is that with the odd rank
 
     # in each round two ranks swap all that they have
-    block = rank // 2 if rank < paired else rank - paired // 2
-    distance = 1
-    while distance < core:
-        other = block ^ distance
-        peer = 2 * other if other < paired // 2 else other + paired // 2
+    for peer in peers:
         (theirs,) = _exchange(call, peer, [mine], 1)
-        lower, upper = (mine, theirs) if block < other else (theirs, mine)
+        lower, upper = (mine, theirs) if rank < peer else (theirs, mine)
         mine = _merged(call, lower, upper)
-        distance *= 2
 
     # the even rank of a pair sends the result
     if rank < paired:

@@ -123,8 +123,9 @@ def sparse_reduce_scatter(
 
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
-        request = Request.of(rows, op, NO_CHOICE, wire_dtype)
+        request = Request.asked(op, NO_CHOICE, wire_dtype)
         chosen = _take_ranges(request, ranges, group.size)
+        request = request.given(rows).look()
         call.job = job
         call.device = request.device
     return call.start()
@@ -140,8 +141,6 @@ def _take_ranges(
     chosen = _checked(ranges, size)
     request.fields["ranges"] = _spelled(chosen)
     request.wrong_ends = functools.partial(_outside, chosen)
-    if request.highest >= 0:  # they are known
-        request.take_ends(request.lowest, request.highest)
     return chosen
 
 
