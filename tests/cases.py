@@ -20,6 +20,7 @@ import weft
 from weft import Rows
 from weft.group.group import Group
 from weft.sparse import plain, rate
+from weft.sparse.header import Header
 
 COMBINE = {  # what torch does with two terms, by the name of an operation
     "sum": torch.add,
@@ -82,6 +83,12 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         group.session.hosts = before
+
+
+def header_of(indices: torch.Tensor) -> Header:
+    """The header of a rank with these indices, sorted and unique."""
+    highest = int(indices[-1]) if len(indices) else -1
+    return Header(len(indices), highest, rate.GUESS, 1).with_points(indices)
 
 
 def set_rate(group: Group, number: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from cases import header_of
 from weft.sparse.header import Header
 from weft.testing import run
 
@@ -20,8 +21,10 @@ TOTAL, COUNT, WIDTH, POINTS = 0, 24, 32, 48
 
 def packed(*, carries=False):
     indices = 3 * torch.arange(ROWS)
-    values = torch.ones(ROWS, 2) if carries else None
-    return Header.of(indices, values=values).pack()
+    header = header_of(indices)
+    if carries:
+        header = header._replace(rows=weft.Rows(indices, torch.ones(ROWS, 2)))
+    return header.pack()
 
 
 FIGURES = {  # where, and the number of 64 bits that then stands there
@@ -64,7 +67,7 @@ def test_points_of_other_rows_are_refused(what):
 @pytest.mark.parametrize("count", [0, 1, 100, 257, 100_000])
 def test_what_a_rank_says_of_its_rows_is_read(count):
     for indices in (torch.arange(count), torch.randperm(1 << 20)[:count].sort().values):
-        raw = memoryview(Header.of(indices).pack())
+        raw = memoryview(header_of(indices).pack())
         assert Header.unpack(raw).pack() == raw
 
 

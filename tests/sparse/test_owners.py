@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import header_of
 from weft.sparse.header import Header
 from weft.sparse.owners import balanced_bounds
 
@@ -22,7 +23,7 @@ DRAWS = {
 
 def headers_of(name, ranks):
     parts = [DRAWS[name](torch.Generator().manual_seed(rank)).unique() for rank in range(ranks)]
-    stated = [Header.of(part).of_one_of(ranks, rank) for rank, part in enumerate(parts)]
+    stated = [header_of(part).of_one_of(ranks, rank) for rank, part in enumerate(parts)]
     return parts, Header.of_all(stated).with_points_of(stated)
 
 
@@ -42,7 +43,7 @@ def test_owners_have_equal_work(name, ranks):
     st.lists(st.lists(st.integers(0, 50), max_size=20), min_size=2, max_size=6),
 )
 def test_cuts_ascend_and_a_header_survives_the_wire(parts):
-    headers = [Header.of(torch.tensor(sorted(set(part)), dtype=torch.int64)) for part in parts]
+    headers = [header_of(torch.tensor(sorted(set(part)), dtype=torch.int64)) for part in parts]
     for header in headers:
         assert Header.unpack(memoryview(header.pack())).pack() == header.pack()
     whole = Header.of_all(headers).with_points_of(headers)
@@ -58,7 +59,7 @@ def test_cuts_ascend_and_a_header_survives_the_wire(parts):
 @pytest.mark.parametrize(("step", "gaps"), [(1, 1), (300, 2), (70_000, 4), (2**40, 8)])
 def test_a_header_has_no_more_bytes_than_its_numbers_need(step, gaps):
     """Behind 48 others: 128 points, and no weights, which follow from the number of rows."""
-    header = Header.of(torch.arange(1000) * step)
+    header = header_of(torch.arange(1000) * step)
     raw = memoryview(header.pack())
     assert len(raw) == 48 + 128 * gaps
     again = Header.unpack(raw)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from cases import check_stages, in_case, on_hosts, same, set_rate
+from cases import check_stages, header_of, in_case, on_hosts, same, set_rate
 from weft.base.pace import patient
 from weft.group.channels import SUMS, VALUES
 from weft.schedules.hosts import Hosts
@@ -504,7 +504,7 @@ def test_two_hosts_gather_between_and_a_few_take_holders():
 
 def test_ranges_of_a_place_are_those_of_its_header():
     parts = [rows_of(rank, height=5000, count=800).indices.unique() for rank in range(8)]
-    stated = [Header.of(part) for part in parts]
+    stated = [header_of(part) for part in parts]
     header = Header.of_all(stated).with_points_of(stated)
     union = torch.cat(parts).unique()
     bounds = balanced_bounds(header, 8, 4)

@@ -393,11 +393,11 @@ WRONG = {
     ),
     "dtype": (
         lambda rows: {"rows": [weft.Rows(rows[0].indices, rows[0].values.double(), 9), rows[1]]},
-        "in table 0: ranks? 0.* ha.* float32 values, .* height 9, rank 1 has float64 values",
+        r"in value dtype of table 0: ranks? 0.* ha.* torch.float32, rank 1 has torch.float64;",
     ),
     "height": (
         lambda rows: {"rows": [rows[0], weft.Rows(rows[1].indices, rows[1].values, None)]},
-        "in table 1: ranks? 0.* ha.* height 9, rank 1 has .* no height",
+        "in height of table 1: ranks? 0.* ha.* 9, rank 1 has no height",
     ),
     "op": (lambda rows: {"op": "max"}, "op: .* sum, rank 1 has max"),
     "unknown op": (lambda rows: {"op": "median"}, "rank 1: op 'median' is unknown"),

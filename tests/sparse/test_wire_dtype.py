@@ -301,5 +301,5 @@ def test_ranks_differ_in_half_precision(group):
     mine = halves(0, WIRE[group.rank])
     with pytest.raises(weft.WeftError, match=r"value dtype: rank 0 has torch.bfloat16, rank 1"):
         weft.sparse_all_reduce(mine, wire_dtype=torch.float32)
-    with pytest.raises(weft.WeftError, match=r"table 0: .*bfloat16 values as float32"):
+    with pytest.raises(weft.WeftError, match=r"table 0: rank 0 has torch.bfloat16, rank 1 has"):
         weft.sparse_all_reduce([mine], wire_dtype=torch.float32)

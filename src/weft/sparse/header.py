@@ -24,7 +24,6 @@ from torch import Tensor
 from .. import kernels
 from ..base.memory import memory_of, numbers_of
 from ..call.statement import room
-from .rate import GUESS
 from .rows import Rows
 
 POINTS = 128
@@ -64,34 +63,8 @@ class Header(NamedTuple):
     weights: Longs = _NOTHING
     rows: Rows | None = None
 
-    @classmethod
-    def of(
-        cls,
-        indices: Tensor,
-        *,
-        rate: int = GUESS,
-        highest: int | None = None,
-        values: Tensor | None = None,
-    ) -> Header:
-        """The header of one rank.
-
-        Args:
-            indices: sorted and unique, unless `highest` is given.
-            rate: that this rank states.
-            highest: the largest index, for unsorted indices: the header then has no points.
-            values: rows' values: the header then carries the rows themselves.
-        """
-        count = indices.numel()
-        top = highest
-        if top is None:
-            top = int(indices[-1]) if count else -1
-        rows = None if values is None else Rows(indices, values)
-        header = cls(count, top, rate, int(kernels.is_compiled()), rows=rows)
-        has_points = rows is None and highest is None
-        return header.with_points(indices) if has_points else header
-
     def with_points(self, indices: Tensor) -> Header:
-        """This header of one rank, with points instead of rows."""
+        """This header of one rank, with points of its indices (sorted, unique) instead of rows."""
         begins = shares(indices.numel())
         return self._replace(
             points=numbers_of(indices)[begins[:-1]].astype(np.int64),

@@ -62,8 +62,6 @@ class Request:
         algorithm: a name, or "auto".
         dtype: the dtype in which values are sent.
         rounded: the argument `wire_dtype`.
-        half: the dtype of the caller's values, if they are half precision and `rows` has them in
-            float32, so that only the result is rounded; else None.
         fields: the fingerprint: values that must be equal on all ranks.
         restore: converts a result to the form of the rows that were given.
         wrong_ends: says what else is wrong with the smallest and the largest index.
@@ -77,7 +75,6 @@ class Request:
     algorithm: str = "auto"
     dtype: torch.dtype = NOTHING.values.dtype
     rounded: torch.dtype | None = None
-    half: torch.dtype | None = None
     fields: dict[str, object] = field(default_factory=dict)
     restore: Callable[[Rows], Any] = lambda rows: rows
     wrong_ends: Callable[[int, int], str | None] = lambda low, high: None
@@ -176,7 +173,6 @@ class Request:
         is_exact = self.op.builtin and not self.op.rounds
         if self.rounded is not torch.float32 or own not in HALVES or self.moves or is_exact:
             return
-        self.half = own
         self.dtype = torch.float32
         self.rows = replace(self.rows, values=self.rows.values.float())
         restore = self.restore

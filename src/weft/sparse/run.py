@@ -118,13 +118,12 @@ def _header(group: Group, request: Request, rows: CanonicalRows, verbs: Verbs | 
     row = row_bytes(tuple(request.rows.row_shape), request.dtype)
     may_carry = verbs is None and group.size > 1 and request.algorithm == "auto"
     carries = may_carry and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
-    header = Header.of(
-        rows.indices,
-        rate=known_rate(group),
-        highest=request.highest if request.moves or verbs is not None else None,
-        values=rows.values if carries else None,
-    )
-    return header.of_one_of(group.size, group.rank)
+    header = Header(len(rows), request.highest, known_rate(group), int(kernels.is_compiled()))
+    if carries:
+        return header._replace(rows=Rows(rows.indices, rows.values))
+    if request.moves or verbs is not None:
+        return header
+    return header.with_points(rows.indices).of_one_of(group.size, group.rank)
 
 
 def _call_of(

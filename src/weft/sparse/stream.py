@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Self, TypeVar
 
 import torch
@@ -323,11 +323,6 @@ class Ring:
         wait_all(self._sent)
 
 
-def consecutive(counts: Iterable[int]) -> list[slice]:
-    """Slices of these lengths, each from where the one before ends."""
-    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
-
-
 class Share:
     """What each rank of a group sums, on all of its ranks: an all-gather of sums in chunks."""
 
@@ -354,7 +349,7 @@ class Share:
         belong in the result."""
         lists = in_rank_order(self._among, self._lists, self._own)
         self._result = self._call.result_at(*lists)
-        parts = [self._result.values[part] for part in consecutive(map(len, lists))]
+        parts = torch.split(self._result.values, [len(each) for each in lists])
         self._mine = parts[self._among.group.rank]
         self._sent = 0  # of this rank's sums
         nbytes = self._result.values.nbytes / len(parts)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.arguments import in_words
-from ..base.errors import WeftError, conclusion, summed_up
+from ..base.errors import WeftError, conclusion
 from ..base.memory import fresh
 from ..base.tensors import shape_in, there
 from ..call.attempt import preparing
@@ -54,11 +54,10 @@ _END = 2**63 - 1  # the largest end of a key space: the end, too, must fit in in
 _SHORT = 2**31  # keys below fit in int32
 
 _NUMBERS = 2
-"""What a rank states of a table: a digest of its kind and row shape, and the largest index, -1 if
-the rank has no rows of it."""
+"""What a rank states of a table: a digest of what must be equal, also of its row shape, and the
+largest index, -1 if the rank has no rows of it."""
 
 _KEPT = 1 << 12  # digests that are kept: training makes the same calls
-_SHOWN = 40  # characters of a sparse shape; of a longer one a digest is compared
 
 
 def requests_of(rows: list[Any], of_all: Request) -> list[Request]:
@@ -236,10 +235,11 @@ def _kinds(
     Raises:
         WeftError: the indices of a kind do not fit in one key space.
     """
-    numbers_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    numbers_of: dict[tuple[object, tuple[int, ...]], list[int]] = {}
     for number, request in enumerate(requests):
         if highest[number] >= 0:
-            numbers_of.setdefault((_values(request), shapes[number]), []).append(number)
+            dtype = request.fields["value dtype"]
+            numbers_of.setdefault((dtype, shapes[number]), []).append(number)
     kinds = []
     for (_, row_shape), numbers in numbers_of.items():
         starts = [0, *accumulate(highest[number] + 1 for number in numbers)]
@@ -297,9 +297,9 @@ def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
     Raises:
         WeftError: the ranks that have rows differ; or all, in something else.
     """
-    name = f"the row shape of table {number}"
-    fields = {f"table {number}": _kind(request), name: request.fields["row shape"]}
+    fields = {f"{name} of table {number}": value for name, value in request.fields.items()}
     opening = opened(group, NAME, fields)
+    name = f"row shape of table {number}"
     if opening.fields[name] == UNKNOWN:  # no rank has rows
         return tuple(request.rows.row_shape)
     return opening.field(name, shape_in)
@@ -314,34 +314,11 @@ def _numbers_in(body: memoryview, tables: int) -> NDArray[np.int64]:
 
 
 def _digest(request: Request) -> int:
-    """An int64 that tells the kinds and row shapes of tables apart."""
-    return _digest_of(f"{_kind(request)}, rows {tuple(request.rows.row_shape)}")
+    """An int64 that tells apart what must be equal on all ranks of a table."""
+    return _digest_of(str(request.fields | {"row shape": tuple(request.rows.row_shape)}))
 
 
 @functools.lru_cache(_KEPT)
 def _digest_of(text: str) -> int:
     code = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(code, "little", signed=True)
-
-
-def _kind(request: Request) -> str:
-    """What must be equal on all ranks of a table, beside its row shape."""
-    index = str(request.rows.indices.dtype)[6:]
-    height = "no height" if request.rows.height is None else f"height {request.rows.height}"
-    return f"{_values(request)}, {index} indices, {height}{_sparse_shape(request)}"
-
-
-def _values(request: Request) -> str:
-    """The dtype of a table's values, and as which they travel."""
-    own = request.half or request.rows.values.dtype
-    travels = "" if request.dtype == own else f" as {str(request.dtype)[6:]}"
-    return f"{str(own)[6:]} values{travels}"
-
-
-def _sparse_shape(request: Request) -> str:
-    """The sparse dimensions that a table's height is the product of, as a clause; "" for one."""
-    shape = request.fields.get("sparse shape", ())
-    assert isinstance(shape, tuple)
-    if len(shape) < 2:
-        return ""
-    return summed_up(f" of {shape}", _SHOWN, f" of {len(shape)} dimensions")

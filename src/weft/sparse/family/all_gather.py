@@ -15,7 +15,6 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -35,7 +34,7 @@ from ..forms import Form
 from ..request import Request
 from ..rows import Rows
 from ..run import performed, sibling
-from ..stream import Ring, consecutive
+from ..stream import Ring
 
 _NAME = "sparse_all_gather"
 
@@ -152,25 +151,26 @@ def sparse_all_gather(
     return call.start()
 
 
-def concatenated(own: CanonicalRows, call: Call, counts: Sequence[int]) -> Rows:
+def concatenated(own: CanonicalRows, call: Call, counts: list[int]) -> Rows:
     """All ranks' rows one after the other: from the opening exchange, or by a ring."""
     group = call.group
-    part = consecutive(counts)  # of each rank
     result = call.result(sum(counts))
     if call.rows_of_all is not None:
-        for rows, place in zip(call.rows_of_all, part, strict=True):
-            result.indices[place] = rows.indices
-            result.values[place] = rows.values
+        places = torch.split(result.indices, counts), torch.split(result.values, counts)
+        for rows, indices, values in zip(call.rows_of_all, *places, strict=True):
+            indices.copy_(rows.indices)
+            values.copy_(rows.values)
         return result
-    mine = part[group.rank]
     indices = result.indices.to(call.wire_index)
-    indices[mine] = own.indices
-    result.values[mine] = own.values
     rings = []
-    for moved, channel in ((indices, LISTS), (result.values, VALUES)):
-        parts_of_ranks = [moved[each] for each in part]
-        ring = Ring(call, parts_of_ranks, channel, moved.nbytes / group.size).start()
-        ring.send(moved[mine])
+    for moved, mine, channel in (
+        (indices, own.indices, LISTS),
+        (result.values, own.values, VALUES),
+    ):
+        parts = torch.split(moved, counts)  # of each rank
+        parts[group.rank].copy_(mine)
+        ring = Ring(call, parts, channel, moved.nbytes / group.size).start()
+        ring.send(parts[group.rank])
         rings.append(ring)
     for ring in rings:
         ring.finish()

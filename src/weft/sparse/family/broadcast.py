@@ -124,8 +124,7 @@ _COALESCED = "coalesced"
 def _form_of(rows: Any) -> str:
     """The form of the rows in words, so that the other ranks can give theirs the same."""
     if isinstance(rows, torch.Tensor):
-        coalesced = f" {_COALESCED}" if rows.is_coalesced() else ""
-        return f"coo|{tuple(rows.shape)}|{rows.sparse_dim()}|{coalesced}"
+        return f"{tuple(rows.shape)} {_COALESCED if rows.is_coalesced() else ''}"
     return "rows" if isinstance(rows, Rows) else "pair"
 
 
@@ -139,11 +138,12 @@ def _in_form(rows: Rows, form: str) -> Any:
         return rows
     if form == "pair":
         return rows.indices, rows.values
-    _, sizes, sparse, _ = form.split("|")
     # `shape_in` refuses as many elements as a dense tensor cannot have
-    shape = [int(size) for size in sizes.strip("()").split(",") if size]
-    if min(shape, default=0) < 0 or math.prod(shape[: int(sparse)]) != rows.height:
-        raise ValueError(f"{sizes} is no shape of a height of {rows.height}")
+    sizes = form.removesuffix(_COALESCED).strip(" ()")
+    shape = [int(size) for size in sizes.split(",") if size]
+    heights = shape[: len(shape) - len(rows.row_shape)]
+    if min(shape, default=0) < 0 or math.prod(heights) != rows.height:
+        raise ValueError(f"({sizes}) is no shape of a height of {rows.height}")
     return rows.to_coo(shape)
 
 
