@@ -21,6 +21,7 @@ from weft import Rows
 from weft.group.group import Group
 from weft.sparse import plain, rate
 from weft.sparse.header import Header
+from weft.sparse.rate import GUESS
 
 COMBINE = {  # what torch does with two terms, by the name of an operation
     "sum": torch.add,
@@ -85,10 +86,10 @@ def on_hosts(group: Group, names: Sequence[str]) -> Iterator[None]:
         group.session.hosts = before
 
 
-def header_of(indices: torch.Tensor) -> Header:
-    """The header of a rank with these indices, sorted and unique."""
+def header_of(indices: torch.Tensor, ranks: int = 1, rank: int = 0) -> Header:
+    """The header of a rank, of so many, with these indices, sorted and unique."""
     highest = int(indices[-1]) if len(indices) else -1
-    return Header(len(indices), highest, rate.GUESS, 1).with_points(indices)
+    return Header(len(indices), highest, GUESS, 1).with_points(indices, ranks, rank)
 
 
 def set_rate(group: Group, number: int) -> None:

@@ -23,7 +23,7 @@ DRAWS = {
 
 def headers_of(name, ranks):
     parts = [DRAWS[name](torch.Generator().manual_seed(rank)).unique() for rank in range(ranks)]
-    stated = [header_of(part).of_one_of(ranks, rank) for rank, part in enumerate(parts)]
+    stated = [header_of(part, ranks, rank) for rank, part in enumerate(parts)]
     return parts, Header.of_all(stated).with_points_of(stated)
 
 

@@ -63,12 +63,20 @@ class Header(NamedTuple):
     weights: Longs = _NOTHING
     rows: Rows | None = None
 
-    def with_points(self, indices: Tensor) -> Header:
-        """This header of one rank, with points of its indices (sorted, unique) instead of rows."""
-        begins = shares(indices.numel())
+    def with_points(self, indices: Tensor, ranks: int = 1, rank: int = 0) -> Header:
+        """This header of one rank, with points of its indices (sorted, unique) instead of rows.
+
+        Of many ranks each states fewer points, and takes another one of each share.
+        """
+        most = _STATED // ranks
+        begins = shares(indices.numel(), max(1, most))
+        places = begins[:-1]
+        if most < POINTS:
+            phase = rank * _GOLDEN % 65536  # of 65,536: from the first to the last
+            places = places + (np.diff(begins) * phase >> 16)
         return self._replace(
-            points=numbers_of(indices)[begins[:-1]].astype(np.int64),
-            weights=_between(begins),
+            points=numbers_of(indices)[places].astype(np.int64),
+            weights=np.diff(begins),
             rows=None,
         )
 
@@ -134,7 +142,7 @@ class Header(NamedTuple):
             is_valid = moves or kernels.ascends(rows.indices, highest)
         else:
             gaps = np.frombuffer(body[_FIXED.size :], _WIDTHS[width]).astype(np.int64)
-            weights = _between(shares(total, points))
+            weights = np.diff(shares(total, points))
             header = cls(total, highest, rate, compiled, gaps.cumsum(), weights)
             is_valid = gaps.size == points == header.weights.size
             is_valid &= not points or header._ascends()
@@ -164,22 +172,6 @@ class Header(NamedTuple):
         order = np.argsort(points, kind="stable")
         return self._replace(points=points[order], weights=weights[order])
 
-    def of_one_of(self, ranks: int, rank: int) -> Header:
-        """This header of a rank with as many points as each of so many ranks states.
-
-        Each of them stands for the rows of some neighbours, and is another one of these on each
-        rank.
-        """
-        most = max(1, _STATED // ranks)
-        count = self.points.size
-        if count <= most:
-            return self
-        bounds = _evenly(count, most)
-        starts = bounds[:-1]
-        phase = rank * _GOLDEN % 65536  # of 65,536: from the first neighbour to the last
-        points = self.points[starts + (_between(bounds) * phase >> 16)]
-        return self._replace(points=points, weights=np.add.reduceat(self.weights, starts))
-
 
 def _rows_in(
     body: memoryview, count: int, index: torch.dtype, row_shape: tuple[int, ...], dtype: torch.dtype
@@ -197,23 +189,12 @@ def _rows_in(
     return Rows(indices, memory[start:].view(dtype).view(count, *row_shape))
 
 
-def shares(count: int, points: int = POINTS) -> Longs:
+def shares(count: int, points: int) -> Longs:
     """The first row of each point's share among `count` rows, and the end of the last share.
 
     Args:
         count: rows of a rank.
-        points: how many it states, at most; fewer than `POINTS` are some of those.
+        points: how many it states, at most; never more than `POINTS`.
     """
-    parts = min(POINTS, count)
-    begins = _evenly(count, parts)
-    return begins if points >= parts else begins[_evenly(parts, points)]
-
-
-def _evenly(count: int, parts: int) -> Longs:
-    """Where parts of about equal length begin, and the end of the last."""
+    parts = min(POINTS, count, points)
     return np.arange(parts + 1, dtype=np.int64) * count // (parts or 1)
-
-
-def _between(ends: Longs) -> Longs:
-    """What lies from each number to the next."""
-    return ends[1:] - ends[:-1]

@@ -157,7 +157,7 @@ class SparseReduceScatter:
 
     def start(self) -> None:
         """Send each owner the list of its indices, and the first of its values."""
-        lists = {peer: self._indices[self._part[peer]] for peer in self._owners}
+        lists = {peer: self._indices[self._part[peer]] for peer in [*self._owners, self._rank]}
         self._lists = IndexLists(self._call, lists, self._sources).start()
         ends = {peer: self._end_of_first(self._part[peer]) for peer in self._owners}
         self._send({peer: (self._part[peer].start, end) for peer, end in ends.items()})
@@ -173,9 +173,8 @@ class SparseReduceScatter:
 
     def receive_lists(self) -> None:
         """Wait for the lists of what this rank owns, and begin to receive the values."""
-        lists = self._lists.wait() | {self._rank: self._indices[self._part[self._rank]]}
-        in_order = {rank: lists[rank] for rank in sorted(lists)}
-        self._runs = [*in_order.values()]
+        lists = self._lists.wait()
+        self._runs = [*lists.values()]
         self._inflows = {
             peer: Inflow(self._incoming, peer, len(lists[peer])).start() for peer in self._sources
         }

@@ -123,7 +123,7 @@ def _header(group: Group, request: Request, rows: CanonicalRows, verbs: Verbs | 
         return header._replace(rows=Rows(rows.indices, rows.values))
     if request.moves or verbs is not None:
         return header
-    return header.with_points(rows.indices).of_one_of(group.size, group.rank)
+    return header.with_points(rows.indices, group.size, group.rank)
 
 
 def _call_of(
@@ -136,9 +136,25 @@ def _call_of(
     """The call, of which all ranks know the same."""
     rows = request.rows
     op = request.op
+    row_shape = tuple(rows.row_shape)
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
     header = Header.of_all(headers)
-    sizes = _sizes(group, request, summed_as, headers, header)
+    counts = [one.total for one in headers]
+    places = header.highest + 1
+    sizes = Sizes(
+        ranks=group.size,
+        total=header.total,
+        most=max(counts),
+        fewest=min(counts),
+        # without a height, assume the smallest tensor that holds all rows
+        height=places if rows.height is None else rows.height,
+        row=row_bytes(row_shape, request.dtype),
+        partial=row_bytes(row_shape, summed_as),
+        index=4 if places < 2**31 else 8,  # one above them fits, too
+        places=places,
+        compiled=bool(header.compiled),
+        hosts=hosts_of(group),
+    )
     came = [one.rows for one in headers if one.rows is not None]
     is_eager = len(came) == group.size  # else those that came are not merged here
     return Call(
@@ -154,34 +170,6 @@ def _call_of(
         headers=headers,
         rows_of_all=came if is_eager else None,
         verbs=verbs,
-    )
-
-
-def _sizes(
-    group: Group,
-    request: Request,
-    summed_as: torch.dtype,
-    headers: Sequence[Header],
-    of_all: Header,
-) -> Sizes:
-    """The sizes of a call, from the headers of all ranks; before they are fitted to the link."""
-    rows = request.rows
-    row_shape = tuple(rows.row_shape)
-    counts = [header.total for header in headers]
-    places = of_all.highest + 1
-    return Sizes(
-        ranks=group.size,
-        total=of_all.total,
-        most=max(counts),
-        fewest=min(counts),
-        # without a height, assume the smallest tensor that holds all rows
-        height=places if rows.height is None else rows.height,
-        row=row_bytes(row_shape, request.dtype),
-        partial=row_bytes(row_shape, summed_as),
-        index=4 if places < 2**31 else 8,  # one above them fits, too
-        places=places,
-        compiled=bool(of_all.compiled),
-        hosts=hosts_of(group),
     )
 
 

@@ -1,7 +1,7 @@
 """Streams of rows between ranks: the parts that schedules are made of.
 
 * `IndexLists`: sorted index lists, whose length the receiver does not know.
-  `send_list_to_all` and `in_rank_order`: the lists of all ranks, on all ranks.
+  `send_list_to_all`: the lists of all ranks, on all ranks.
 * `send_rows` and `Inflow`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
@@ -75,7 +75,7 @@ class IndexLists:
         """
         Args:
             call: the call this is for.
-            lists: what to send, by peer.
+            lists: what to send, by peer, and this rank's own, which stays.
             sources: the peers that send a list to this rank.
         """
         self._call = call
@@ -85,10 +85,11 @@ class IndexLists:
 
     def start(self) -> Self:
         """Post all lists, those that are sent and those that come."""
+        peers = [peer for peer in self._lists if peer != self._call.group.rank]
         # a list that goes to several peers is packed once, and sent as one tensor
-        different = {id(indices): indices for indices in self._lists.values()}
+        different = {id(self._lists[peer]): self._lists[peer] for peer in peers}
         packed = {key: self._packed(indices) for key, indices in different.items()}
-        sends = [(peer, packed[id(indices)]) for peer, indices in self._lists.items()]
+        sends = [(peer, packed[id(self._lists[peer])]) for peer in peers]
         # no list has more bytes: `total` counts the rows of all ranks of the call, also in a step
         most = codec.PREFIX + self._call.header.total * self._call.sizes.index
         recvs = [(peer, most) for peer in self._sources]
@@ -101,9 +102,15 @@ class IndexLists:
         return lease.tensor
 
     def wait(self) -> dict[int, Tensor]:
-        """The lists by peer; valid until `release()`. To be called before any other wait."""
-        came = zip(self._sources, self._pending.wait(), strict=True)
-        return {peer: self._unpacked(peer, message) for peer, message in came}
+        """The lists for this rank, in the order of the ranks that have made them; its own, too.
+
+        Valid until `release()`. To be called before any other wait.
+        """
+        rank = self._call.group.rank
+        lists = {rank: self._lists[rank]}
+        for peer, message in zip(self._sources, self._pending.wait(), strict=True):
+            lists[peer] = self._unpacked(peer, message)
+        return dict(sorted(lists.items()))
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
         call = self._call
@@ -128,14 +135,9 @@ def send_list_to_all(call: Call, indices: Tensor) -> IndexLists:
         call: the call this is for.
         indices: this rank's list, in the dtype `call.wire_index`.
     """
-    peers = call.group.peers
-    return IndexLists(call, dict.fromkeys(peers, indices), peers).start()
-
-
-def in_rank_order(call: Call, under_way: IndexLists, indices: Tensor) -> list[Tensor]:
-    """The lists of all ranks, of which `indices` is this rank's, when they have come."""
-    lists = under_way.wait() | {call.group.rank: indices}
-    return [lists[rank] for rank in range(call.group.size)]
+    group = call.group
+    lists = dict.fromkeys([*group.peers, group.rank], indices)
+    return IndexLists(call, lists, group.peers).start()
 
 
 def check_lengths(call: Call, lists: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -187,10 +189,6 @@ class Inflow:
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
         """The `Source`: each piece is valid until the next one is asked for."""
-        if not self._call.sizes.row:
-            shape = stop - start, *self._call.row_shape
-            yield torch.empty(shape, dtype=self._call.dtype)
-            return
         while start < stop:
             if start == self._end:
                 self._next()
@@ -341,13 +339,12 @@ class Share:
         Args:
             indices: the list, in the dtype `call.wire_index`.
         """
-        self._own = indices
         self._lists = send_list_to_all(self._among, indices)
 
     def start(self) -> Tensor:
         """Wait for the lists of the others, and begin to receive their sums; where this rank's
         belong in the result."""
-        lists = in_rank_order(self._among, self._lists, self._own)
+        lists = self._lists.wait().values()
         self._result = self._call.result_at(*lists)
         parts = torch.split(self._result.values, [len(each) for each in lists])
         self._mine = parts[self._among.group.rank]
@@ -396,6 +393,9 @@ def merge_blocks(
     """
     step = call.chunk_rows
     total = union.indices.numel()
+    if not call.sizes.row:  # rows without bytes are not sent
+        yield 0, total
+        return
     starts = range(0, total, step)
     if len(starts) == 1:
         bounds = [[0, run.numel()] for run in runs]

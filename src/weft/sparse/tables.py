@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
@@ -41,7 +41,6 @@ from ..call.statement import room
 from ..group.group import Group
 from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.group import read
-from ..verbs.interface import Verbs
 from . import run
 from .record import Record, note
 from .registry import ALONE, EAGER
@@ -75,8 +74,6 @@ def requests_of(rows: list[Any], of_all: Request) -> list[Request]:
     for number, table in enumerate(rows):
         with _naming(number):
             request = of_all.given(table)
-            if request.rows.indices.is_cpu:
-                request.look_at_ends(Tensor.tolist)
         requests.append(request)
         first = requests[0].device
         if request.device != first:
@@ -102,15 +99,15 @@ def _is_pair(rows: Sequence[object]) -> bool:
     )
 
 
-def _take_ends(requests: Sequence[Request], verbs: Verbs) -> None:
-    """Find the smallest and the largest index of each table, all with one read.
+def _take_ends(requests: Sequence[Request], read: Callable[[Tensor], list[int]]) -> None:
+    """Find the smallest and the largest index of each table, all with one read (to the host).
 
     Raises:
         WeftError: one is not of its table.
     """
     numbered = [(number, each) for number, each in enumerate(requests) if len(each.rows)]
     ends = [end.long() for _, each in numbered for end in each.rows.indices.aminmax()]
-    found = iter(verbs.read(torch.stack(ends)) if ends else ())
+    found = iter(read(torch.stack(ends)) if ends else ())
     for number, request in numbered:
         with _naming(number):
             request.take_ends(next(found), next(found))
@@ -268,8 +265,7 @@ def _agreed_tables(
     """
     with preparing(group, NAME):
         verbs = verbs_of(group, device_of(of_all, requests))
-        if verbs is not None:
-            _take_ends(requests, verbs)
+        _take_ends(requests, Tensor.tolist if verbs is None else verbs.read)
         stated = [(_digest(request), request.highest) for request in requests]
         mine = np.array(stated, np.int64).reshape(-1, _NUMBERS)
     fields = {**of_all.fields, "number of tables": len(requests), "device": carried_by(verbs)}

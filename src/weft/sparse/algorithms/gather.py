@@ -30,7 +30,6 @@ from ..rows import Rows
 from ..stream import (
     Ring,
     check_lengths,
-    in_rank_order,
     merge_blocks,
     send_list_to_all,
     source_of,
@@ -49,7 +48,7 @@ def gather(rows: CanonicalRows, call: Call) -> Rows:
     if call.counts:
         counts = call.counts
     else:
-        runs = in_rank_order(call, lists, indices)
+        runs = [*lists.wait().values()]
         counts = [len(run) for run in runs]
 
     # round the ring, or to all: values, which are merged as they come
@@ -60,7 +59,7 @@ def gather(rows: CanonicalRows, call: Call) -> Rows:
         ring = Ring(incoming, parts, VALUES, incoming.sizes.mean * incoming.sizes.row).start()
         ring.send(rows.values)
         if runs is None:
-            runs = in_rank_order(call, lists, indices)
+            runs = [*lists.wait().values()]
             check_lengths(call, runs, counts)
         union = kernels.union(runs)
         result = call.result_at(union.indices)

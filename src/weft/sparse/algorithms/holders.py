@@ -45,7 +45,6 @@ from ..rows import Rows
 from ..stream import (
     Inflow,
     Source,
-    in_rank_order,
     send_list_to_all,
     send_rows,
     wait_all,
@@ -57,7 +56,7 @@ def holders(own: CanonicalRows, call: Call) -> Rows:
     # to all: index lists
     indices = own.indices.to(call.wire_index)
     lists = send_list_to_all(call, indices)
-    union = kernels.union(in_rank_order(call, lists, indices))
+    union = kernels.union([*lists.wait().values()])
     shares = kernels.shares(union.slots, union.indices.numel())
     result = call.result_at(union.indices)
     if call.sizes.row:  # else rows are without bytes

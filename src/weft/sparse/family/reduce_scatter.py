@@ -33,7 +33,7 @@ from ..rows import Rows
 from ..run import merge_eager, performed, sibling
 
 _NAME = "sparse_reduce_scatter"
-_SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
+_SHOWN = 160  # characters of ranges that are compared as they are; longer ones by a digest
 
 
 @overload
@@ -139,7 +139,8 @@ def _take_ranges(
         request.fields["ranges"] = "balanced"
         return None
     chosen = _checked(ranges, size)
-    request.fields["ranges"] = _spelled(chosen)
+    short = f"{chosen[0]} ... {chosen[-1]}, of {len(chosen)} bounds"
+    request.fields["ranges"] = summed_up(", ".join(map(str, chosen)), _SHOWN, short)
     request.wrong_ends = functools.partial(_outside, chosen)
     return chosen
 
@@ -197,10 +198,3 @@ def _outside(bounds: tuple[int, ...], low: int, high: int) -> str | None:
         f"index {outside} is in no range: they go from {bounds[0]} up to, not including, "
         f"{bounds[-1]}"
     )
-
-
-def _spelled(bounds: tuple[int, ...]) -> str:
-    text = ", ".join(map(str, bounds))
-    if len(bounds) <= _SHOWN:
-        return text
-    return summed_up(text, 0, f"{bounds[0]} ... {bounds[-1]}, of {len(bounds)} bounds")
