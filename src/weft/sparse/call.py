@@ -80,7 +80,7 @@ class Call:
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row."""
-        return tuple(self.given.row_shape)
+        return self.given.row_shape
 
     @property
     def height(self) -> int | None:
@@ -154,7 +154,7 @@ class Call:
         dtype = self.given.values.dtype
         if result.values.dtype == dtype:
             return result
-        values = fresh(tuple(result.values.shape), dtype, result.values.device)
+        values = fresh(result.values.shape, dtype, result.values.device)
         return replace(result, values=values.copy_(result.values))
 
     def result_at(self, *lists: Tensor) -> Rows:

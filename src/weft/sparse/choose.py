@@ -122,16 +122,9 @@ def first_served(sizes: Sizes, fitting: Iterator[Line]) -> Line:
     return next(line for line in fitting if serves(sizes, line.algorithm))
 
 
-def reason_against(sizes: Sizes, algorithm: str) -> str:
-    """Why an algorithm cannot serve a call; empty: it can."""
-    if not sizes.compiled and algorithm == "holders":
-        return "is made of machine code, and some rank has none, as `weft doctor` says"
-    return ""
-
-
 def serves(sizes: Sizes, algorithm: str) -> bool:
     """Whether an algorithm can serve a call, and needs no more workspace than the rule allows."""
-    if reason_against(sizes, algorithm):
+    if algorithm == "holders" and not sizes.compiled:
         return False
     # that of the others is bounded whatever P is, or little by the lines that name them
     return algorithm not in ("gather", "holders") or workspace(sizes, algorithm) <= sizes.workspace
@@ -164,8 +157,10 @@ def chosen(sizes: Sizes, algorithm: str, *, is_eager: bool) -> Line:
         return Line(EAGER, "all rows fit in the opening exchange")
     if algorithm == "auto":
         return first_served(sizes, lines(sizes))
-    reason = reason_against(sizes, algorithm)
-    if reason:
-        able = ", ".join(each for each in sorted(ALGORITHMS) if not reason_against(sizes, each))
-        raise conclusion(f"algorithm {algorithm} {reason}: use auto, or one of {able}")
+    if algorithm == "holders" and not sizes.compiled:
+        able = ", ".join(sorted(ALGORITHMS.keys() - {algorithm}))
+        raise conclusion(
+            f"algorithm {algorithm} is made of machine code, and some rank has none, as "
+            f"`weft doctor` says: use auto, or one of {able}"
+        )
     return Line(algorithm, "it was asked for")

@@ -144,7 +144,7 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
         indices, _ = _united(verbs, call, lists)
         return indices, given.values.new_empty((len(indices), *given.row_shape))
     # a function is given whole rows
-    shape = (width,) if call.op.builtin else tuple(given.row_shape)
+    shape = (width,) if call.op.builtin else given.row_shape
     values = given.values.reshape(len(given), *shape)
     most = WHOLE // (verbs.size * capacity * call.dtype.itemsize)
     step = min(max(1, most), width) if call.op.builtin else width
@@ -186,7 +186,7 @@ def _gathered(
         and how many rows of that precede those of each rank in its buffer.
     """
     capacity = call.sizes.most
-    row = row_bytes(tuple(values.shape[1:]), call.dtype)
+    row = row_bytes(values.shape[1:], call.dtype)
     nbytes = capacity * call.sizes.index if has_list else 0
     front = -(-nbytes // row)
     grain = _ALIGNED // math.gcd(row, _ALIGNED)

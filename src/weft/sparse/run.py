@@ -75,7 +75,7 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
         rows = _canonical(request, group.memory)
         known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
-    headers = opening.read(unpack, tuple(request.rows.row_shape), request.dtype, own=known)
+    headers = opening.read(unpack, request.rows.row_shape, request.dtype, own=known)
     return rows, _call_of(group, request, verbs, opening.fields, headers)
 
 
@@ -115,7 +115,7 @@ def _header(group: Group, request: Request, rows: CanonicalRows, verbs: Verbs | 
     that verbs carry are never in it; nor does anybody ask where these lie, or where rows lie that
     only move.
     """
-    row = row_bytes(tuple(request.rows.row_shape), request.dtype)
+    row = row_bytes(request.rows.row_shape, request.dtype)
     may_carry = verbs is None and group.size > 1 and request.algorithm == "auto"
     carries = may_carry and Header.fits(len(rows), rows.indices.element_size(), row, group.size)
     header = Header(len(rows), request.highest, known_rate(group), int(kernels.is_compiled()))
@@ -136,7 +136,6 @@ def _call_of(
     """The call, of which all ranks know the same."""
     rows = request.rows
     op = request.op
-    row_shape = tuple(rows.row_shape)
     summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
     header = Header.of_all(headers)
     counts = [one.total for one in headers]
@@ -148,8 +147,8 @@ def _call_of(
         fewest=min(counts),
         # without a height, assume the smallest tensor that holds all rows
         height=places if rows.height is None else rows.height,
-        row=row_bytes(row_shape, request.dtype),
-        partial=row_bytes(row_shape, summed_as),
+        row=row_bytes(rows.row_shape, request.dtype),
+        partial=row_bytes(rows.row_shape, summed_as),
         index=4 if places < 2**31 else 8,  # one above them fits, too
         places=places,
         compiled=bool(header.compiled),

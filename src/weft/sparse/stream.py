@@ -2,7 +2,7 @@
 
 * `IndexLists`: sorted index lists, whose length the receiver does not know.
   `send_list_to_all`: the lists of all ranks, on all ranks.
-* `send_rows` and `Inflow`: rows from one rank to another, in chunks.
+* `Inflow`: rows from one rank to another, in chunks.
 * `Ring`: an all-gather of rows, from each left neighbour to its right one. Each host then has one
   stream in and one out, which share its link evenly; streams between all pairs do not. Measured
   at 4 hosts of 1 Gbit/s: 1.1 times the limit, against 1.6. `Sizes.sends_directly` says where each
@@ -32,6 +32,7 @@ from ..base.memory import typed
 from ..group.channels import LISTS, SUMS, VALUES
 from ..group.group import Group
 from ..group.pending import Pending
+from ..kernels.ops import Op
 from ..wire.interface import Lease
 from . import codec
 from .call import Call
@@ -150,7 +151,7 @@ def check_lengths(call: Call, lists: Sequence[Tensor], counts: Sequence[int]) ->
 
 
 class Inflow:
-    """Rows that a peer sends here by `send_rows`, in chunks that are read in the wire's own memory.
+    """Rows that a peer sends here in chunks, which are read in the wire's own memory.
 
     When the rows behind a chunk are asked for, the chunk is released and one more receive posted.
     So no peer gets far ahead of the others, and the workspace is bounded.
@@ -216,11 +217,6 @@ def chunks(call: Call, values: Tensor) -> Sequence[Tensor]:
     rows = values.shape[0]
     step = max(1, call.sizes.chunk // (values.nbytes // rows))
     return (values,) if rows <= step else torch.split(values, step)
-
-
-def send_rows(call: Call, peer: int, values: Tensor) -> list[Pending]:
-    """Post all of `values` to a peer, in chunks."""
-    return [call.group.post([(peer, chunk)], (), VALUES) for chunk in chunks(call, values)]
 
 
 def left_of(group: Group) -> int:
@@ -375,6 +371,28 @@ class Share:
         return self._result
 
 
+PlacedRun = tuple[Tensor, Source, Sequence[int]]
+"""The slots of some rows in a result, their values, and the first row of each block."""
+
+
+def combine_block(sums: Tensor, runs: Iterable[PlacedRun], block: int, start: int, op: Op) -> None:
+    """Combine the rows of runs, in their order, that belong in a block of the result.
+
+    Args:
+        sums: of the block.
+        runs: from which its rows come.
+        block: its number.
+        start: its first row in the result.
+        op: how to combine.
+    """
+    for slots, source, bounds in runs:
+        row, last = bounds[block : block + 2]
+        for piece in source(row, last) if row < last else ():
+            end = row + piece.shape[0]
+            kernels.combine(sums, slots[row:end], piece, op, start)
+            row = end
+
+
 def merge_blocks(
     call: Call,
     runs: Sequence[Tensor],
@@ -403,17 +421,13 @@ def merge_blocks(
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
     direct = call.partial == call.dtype
+    placed = [*zip(union.slots, sources, bounds, strict=True)]
     with call.group.lease(0 if direct else min(step, total) * call.sizes.partial) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
             sums = final = out[start:stop]
             if not direct:
                 sums = typed(memory, (stop - start, *call.row_shape), call.partial)
-            for run, source in enumerate(sources):
-                row, last = bounds[run][block : block + 2]
-                for piece in source(row, last) if row < last else ():
-                    upto = row + piece.shape[0]
-                    kernels.combine(sums, union.slots[run][row:upto], piece, call.op, start)
-                    row = upto
+            combine_block(sums, placed, block, start, call.op)
             call.finish(sums, final)
             yield start, stop

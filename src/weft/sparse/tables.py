@@ -276,7 +276,7 @@ def _agreed_tables(
         opening = opened(group, NAME, fields, own.tobytes())
         parts.append(np.stack(opening.read(_numbers_in, len(own))))
     digests, highest = np.moveaxis(np.concatenate(parts, axis=1), 2, 0)
-    shapes = [tuple(request.rows.row_shape) for request in requests]
+    shapes: list[tuple[int, ...]] = [request.rows.row_shape for request in requests]
     for number in np.flatnonzero((digests != digests[0]).any(0)).tolist():
         shapes[number] = _row_shape(group, number, requests[number])
     return shapes, highest.max(0).tolist()
@@ -297,7 +297,7 @@ def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
     opening = opened(group, NAME, fields)
     name = f"row shape of table {number}"
     if opening.fields[name] == UNKNOWN:  # no rank has rows
-        return tuple(request.rows.row_shape)
+        return request.rows.row_shape
     return opening.field(name, shape_in)
 
 

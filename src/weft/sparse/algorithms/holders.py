@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...base.memory import typed
+from ...group.channels import VALUES
 from ...group.pending import Pending
 from ...kernels import OPS, Shares
 from ...wire.interface import Lease
@@ -44,9 +45,10 @@ from ..relay import Relay, relay_rows
 from ..rows import Rows
 from ..stream import (
     Inflow,
+    PlacedRun,
     Source,
+    combine_block,
     send_list_to_all,
-    send_rows,
     wait_all,
 )
 
@@ -108,11 +110,13 @@ def _sent(call: Call, own: CanonicalRows, slots: Tensor, shares: Shares) -> Iter
     for start in range(0, max(map(len, rows_of.values())), step):
         for peer in peers:
             rows = rows_of[peer][start : start + step]
+            if not len(rows):
+                continue
             lease = call.group.lease(len(rows) * call.sizes.row)
             leases.append(lease)
             values = typed(lease.tensor, (len(rows), *call.row_shape), call.dtype)
             own.take(rows, values)
-            under_way += send_rows(call, peer, values)
+            under_way.append(call.group.post([(peer, values)], (), VALUES))
     yield
     wait_all(under_way)
     for lease in leases:
@@ -142,7 +146,7 @@ class _Sums:
         self._direct = call.partial == call.dtype
         self._alone = shares.alone(call.group.rank)
         self._inflows: list[Inflow] = []
-        self._runs: list[tuple[Tensor, Source, list[int]]] = []
+        self._runs: list[PlacedRun] = []
 
     def start(self) -> Self:
         """Begin to receive the rows of the others."""
@@ -177,11 +181,7 @@ class _Sums:
             self._own.take(self._rows[first : first + len(out)], sums)
             call.finish(sums, out)
             return
-        for places, source, bounds in self._runs:
-            row, last = bounds[number : number + 2]
-            for piece in source(row, last) if row < last else ():
-                kernels.combine(sums, places[row : row + len(piece)], piece, call.op, first)
-                row += len(piece)
+        combine_block(sums, self._runs, number, first, call.op)
         call.finish(sums, out)
 
     def release(self) -> None:

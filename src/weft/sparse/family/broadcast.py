@@ -97,10 +97,7 @@ def sparse_broadcast(
     def job() -> Any:
         received, _ = performed(group, request, _NAME, algorithm)
         (form,) = forms
-        if here:
-            result = request.restore(received)
-        else:
-            result = group.decode(src, "rows", _in_form, received, form)
+        result = group.decode(src, "rows", _in_form, received, form)
         if isinstance(result, torch.Tensor):
             result._coalesced_(form.endswith(_COALESCED))
         return result
