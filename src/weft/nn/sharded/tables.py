@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...base._torch import profiled
 from ...base.arguments import in_words
-from ...base.errors import WeftError, entry
+from ...base.errors import WeftError, check, entry
 from ...call.attempt import preparing
 from ...comm.all_to_all import Scatter
 from ...comm.differentiable import apply
@@ -240,14 +240,12 @@ class ShardedTable(Table):
             ...     table.as_dtensor(torch.zeros(5)).shape
             torch.Size([5])
         """
-        own = self._found_weight() if rows is None else rows
         group = self._group()
+        own = self._own_rows(group, rows).detach()
         process_group = group.process_group()
         if process_group is None:
-            return own.detach()
-        if error := self._misfit(group, own):
-            raise WeftError(error)
-        return as_shard(own.detach(), self.num_embeddings, process_group)
+            return own
+        return as_shard(own, self.num_embeddings, process_group)
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
@@ -282,43 +280,37 @@ class ShardedTable(Table):
         Raises:
             WeftError: it is not there, cannot be sent, or is not these rows.
         """
-        weight = self._found_weight()
-        if error := unsendable("the weight", weight) or self._misfit(group, weight):
-            raise WeftError(error)
+        weight = self._own_rows(group)
+        check(unsendable("the weight", weight))
         return weight
 
-    def _found_weight(self) -> Tensor:
-        """The weight. Raises WeftError if it is gone: torch.nn.utils.weight_norm takes it off."""
-        weight = self._parameters.get("weight")
-        if weight is None:
+    def _own_rows(self, group: Group, given: Tensor | None = None) -> Tensor:
+        """The weight, or another tensor that is given, with a row for each row of this rank.
+
+        Raises:
+            WeftError: the weight is gone, as torch.nn.utils.weight_norm takes it off, or the tensor
+                is not of these rows: anybody may set the weight; or the table comes from another
+                rank, by way of a file.
+        """
+        rows = self._parameters.get("weight") if given is None else given
+        if rows is None:
             raise WeftError(
                 f"{self} has no weight, which something took off it: set its weight to a "
                 "torch.nn.Parameter of this rank's rows, and let nothing else compute it"
             )
-        return weight
-
-    def _misfit(self, group: Group, rows: Tensor) -> str | None:
-        """Why the weight, or a tensor with a row for each of its rows, is not this rank's, or None.
-
-        The table may come from another rank, by way of a file; and anybody may set the weight.
-        """
         size = len(self.bounds) - 1
         if (self._rank, size) != (group.rank, group.size):
-            return (
+            raise WeftError(
                 f"the table is that of rank {self._rank} of {size}, and not of rank {group.rank} "
                 f"of {group.size}: make one here, and load its rows from a checkpoint"
             )
-        height = self.bounds[self._rank + 1] - self.first
-        if rows is self._parameters.get("weight"):
-            name = "the weight"
-            shape = height, self.embedding_dim
-        else:
-            name = "the tensor"
-            shape = height, *rows.shape[1:]
+        name = "the weight" if given is None else "the tensor"
+        width = (self.embedding_dim,) if given is None else rows.shape[1:]
+        shape = (self.bounds[self._rank + 1] - self.first, *width)
         if rows.shape != shape:
-            given = tuple(rows.shape)
-            return f"{name} has shape {given}: it must have {shape}, this rank's rows"
-        return None
+            has = tuple(rows.shape)
+            raise WeftError(f"{name} has shape {has}: it must have {shape}, this rank's rows")
+        return rows
 
     def search(self, given: Tensor) -> Search:
         """Sort the indices that a caller gave, and find where those of each rank begin and,
@@ -327,8 +319,7 @@ class ShardedTable(Table):
         Raises:
             WeftError: the input cannot be sent, or is none of indices.
         """
-        if error := unsendable("the input", given):
-            raise WeftError(error)
+        check(unsendable("the input", given))
         if given.dtype not in (torch.int32, torch.int64):
             raise WeftError(f"the input is {given.dtype}: indices must be int32 or int64")
         if given.device != self.weight.device:
@@ -563,7 +554,12 @@ def sharded_lookup(
     line = group.line
     with profiled(NAME):
         with preparing(line, ASKING):
-            _check(tables, inputs, group)
+            if len(inputs) != len(tables):
+                raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
+            if any(each._group() is not group for each in tables):
+                raise WeftError(
+                    "the tables are cut over several groups: ask those of one group at once"
+                )
             wanted, counts, outputs = _asked_of(line, tables, inputs)
             messages = messages_for(tables, wanted, counts)
         rows = fetched(line, tables, counts, messages)
@@ -580,13 +576,17 @@ def _asked_of(
         WeftError: something is wrong with it; of several tables it says with which.
     """
     asked: list[tuple[ShardedTable, Search, Callable[..., Tensor]]] = []
+    kinds: dict[str, None] = {}  # of weights
     for number, (table, given) in enumerate(zip(tables, inputs, strict=True)):
         arguments = given if isinstance(given, tuple) else (given,)
         kind: Any = table
         with _about_table(number, tables):
-            table._checked_weight(group)
+            weight = table._checked_weight(group)
+            kinds.setdefault(f"{weight.dtype} on {weight.device}")
             indices, output = kind._asked(*arguments)
             asked.append((table, table.search(indices), output))
+    if len(kinds) > 1:
+        raise WeftError(f"there are tables of {' and '.join(kinds)}: ask those of one kind at once")
     numbers = iter(read(group, torch.cat([search.numbers for _, search, _ in asked])))
     wanted = []
     counts = []
@@ -614,18 +614,6 @@ def _about_table(number: int, tables: Sequence[ShardedTable]) -> Iterator[None]:
         said = str(wrong) if isinstance(wrong, WeftError) else in_words(wrong)
         place = f"table {number}: " if len(tables) > 1 else ""
         raise WeftError(place + said) from wrong
-
-
-def _check(tables: Sequence[ShardedTable], inputs: Sequence[object], group: Group) -> None:
-    """Raise WeftError if these tables cannot be called together."""
-    if len(inputs) != len(tables):
-        raise WeftError(f"{len(inputs)} inputs for {len(tables)} tables: pass one for each")
-    weights = [each._found_weight() for each in tables]
-    kinds = dict.fromkeys(f"{each.dtype} on {each.device}" for each in weights)
-    if len(kinds) > 1:
-        raise WeftError(f"there are tables of {' and '.join(kinds)}: ask those of one kind at once")
-    if any(each._group() is not group for each in tables):
-        raise WeftError("the tables are cut over several groups: ask those of one group at once")
 
 
 def shard_embeddings(
