@@ -38,6 +38,7 @@ PLACES = {
     "ddp/largest.py:largest_entries": "where tensors are on the CPU; else `largest_by_sort`",
     "ddp/largest.py:_estimate": "for `largest_entries`",
     "ddp/sparsify.py:Picked.left": "asked on the CPU alone",
+    "nn/broadcast.py": _NUMBERS,
     "nn/dtensor.py:_layout": "a mesh, which is of the CPU",
     "nn/dtensor.py:_cells": "a mesh, which is of the CPU",
     "nn/partition.py:Partition.from_mesh": "a mesh, which is of the CPU",

@@ -120,7 +120,8 @@ class Synchronised:
     """
 
     def __init__(self, group: Group, module: Any, average: object, wire_dtype: Any) -> None:
-        self.group, self.wire_dtype = group, wire_dtype
+        self.group = group
+        self.wire_dtype = wire_dtype
         self._op = "sum" if average is False else "avg"
         self.of, self.manifest = of_module(module, buffers=False)
         if not isinstance(average, bool):
@@ -144,7 +145,11 @@ class Synchronised:
             elif state:
                 dense_ones[name] = self._dense(name, gradients)
         self._reduce_sparse(sparse, gradients)
-        self._part(dense_ones, gradients)
+        # one that lies in the memory of others, where autograd may leave those of tensors that were
+        # added, would be written before the next is read
+        for name, _ in overlaps(dense_ones):
+            gradients[name] = gradients[name].clone()
+            dense_ones[name] = local(gradients[name])
         owned = [gradients[name] for name in dense_ones]
         mark_overwritten(each for each in owned if each.numel())
         places = [each.data for each in dense_ones.values()]
@@ -214,16 +219,6 @@ class Synchronised:
             gradient = gradient.contiguous()
         gradients[name] = gradient
         return local(gradient)
-
-    def _part(self, found: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Give dense gradients memory of their own where they lie in that of others.
-
-        One would be written before the next is read. Autograd may leave those of tensors that were
-        added in one memory.
-        """
-        for name, _ in overlaps(found):
-            gradients[name] = gradients[name].clone()
-            found[name] = local(gradients[name])
 
 
 def without_rows(like: Tensor, dims: int = 1) -> Tensor:

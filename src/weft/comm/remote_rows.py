@@ -232,15 +232,13 @@ def _remote(group: Group, indices: Tensor, bounds: Sequence[int]) -> tuple[Tenso
     found = read(group, known)
     *cuts, total = found[: len(bounds) + 1]
     if indices.numel():
-        check(_outside(found[-2], found[-1], bounds[-1]))
+        low, high = found[-2:]
+        check(outside(low, high, None))
+        if high >= bounds[-1]:
+            raise WeftError(
+                f"index {high} is outside of the {bounds[-1]} rows that all ranks have: "
+                "count from 0"
+            )
     slots = torch.where(is_taken, counts[:-1], total)  # all others in one behind
     remote = ordered.new_empty(total + 1).scatter_(0, slots, ordered)
     return remote[:total], cuts
-
-
-def _outside(low: int, high: int, total: int) -> str | None:
-    """What is wrong with the least and the greatest index of the rows of all ranks, or None."""
-    error = outside(low, high, None)
-    if error is None and high >= total:
-        error = f"index {high} is outside of the {total} rows that all ranks have: count from 0"
-    return error

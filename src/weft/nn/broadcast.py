@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from ..base.errors import WeftError
 from ..base.tensors import Shape
 from .grid import Box, whole
@@ -27,10 +29,9 @@ from .spec import Spec, fitting
 def first_along(partition: Partition, dims: Sequence[int] | int) -> Partition:
     """The cells of a grid that are first along some dimensions, as a grid of its own."""
     kept = normal_dims(dims, partition.dim)
-    shape = tuple(1 if dim in kept else extent for dim, extent in enumerate(partition.shape))
-    cells = enumerate(partition.cells.values())
-    first = [number for number, cell in cells if not any(cell[dim] for dim in kept)]
-    return partition.subset(first).reshape(shape)
+    first = tuple(slice(1 if dim in kept else None) for dim in range(partition.dim))
+    ranks = np.reshape(partition.ranks, partition.shape)[first]
+    return partition.like(ranks.shape, ranks.ravel().tolist())
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class BroadcastSpec(Spec):
         small, large = self.source, self.target
         if self.summing:
             small, large = large, small
-        by_cell: dict[Shape, list[int]] = {cell: [] for cell in small.cells.values()}
-        for rank, cell in large.cells.items():
-            places = zip(cell[large.dim - small.dim :], small.shape, strict=True)
-            by_cell[tuple(0 if extent == 1 else place for place, extent in places)].append(rank)
-        return dict(zip(small.ranks, by_cell.values(), strict=True))
+        found: dict[int, list[int]] = {rank: [] for rank in small.ranks}
+        matching = np.broadcast_to(np.reshape(small.ranks, small.shape), large.shape)
+        for rank, other in zip(matching.ravel().tolist(), large.ranks, strict=True):
+            found[rank].append(other)
+        return found
 
     def _connected(self) -> Iterable[Sequence[int]]:
         return [(rank, *each) for rank, each in self.copies.items()]

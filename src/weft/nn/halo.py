@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
@@ -26,10 +27,14 @@ from .grid import Box
 from .layer import Layer
 from .partition import Partition, are_grids
 from .plan import Piece, Plan, Side, between
-from .spec import PlacedRange, Spec, fitting, pieces_of, shards
+from .spec import Spec, fitting, shards
 
 Boundary = Literal["zero", "periodic"]
 """What margins at the edges of the tensor hold."""
+
+
+PlacedRange = tuple[int, int, int]
+"""A range of a dimension that lies in a rank's tensor: start, stop, and its first index there."""
 
 
 Widths = tuple[tuple[int, int], ...]
@@ -77,7 +82,10 @@ class HaloSpec(Spec):
                 tuple(stop + after for stop, (_, after) in zip(box.stop, widths, strict=True)),
             )
             images = map(self._images, box.start, box.stop, extents, reach)
-            pieces += pieces_of(rank, list(images))
+            for ranges in product(*images):
+                start = tuple(start for start, _, _ in ranges)
+                stop = tuple(stop for _, stop, _ in ranges)
+                pieces.append(Piece(rank, Box(start, stop), tuple(at for _, _, at in ranges)))
         return between(Side({rank: shapes[rank] for rank in cells}, tuple(pieces)), wanted)
 
     def _images(

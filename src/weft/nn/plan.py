@@ -248,7 +248,7 @@ def check_plan(plan: Plan, shapes: Mapping[int, Shape], ranks: Collection[int]) 
                 raise ValueError(
                     f"{name} has a tensor of rank {rank}, and ranks {list(ranks)} take part"
                 )
-            if not _are_lengths(shape):
+            if not all(isinstance(each, int) and each >= 0 for each in shape):
                 raise ValueError(
                     f"{name} has a tensor of shape {shape} of rank {rank}: lengths are ints from 0"
                 )
@@ -274,21 +274,15 @@ def check_plan(plan: Plan, shapes: Mapping[int, Shape], ranks: Collection[int]) 
             )
 
 
-def _are_lengths(numbers: Shape) -> bool:
-    return all(isinstance(each, int) and each >= 0 for each in numbers)
-
-
 def _lies_in(piece: Piece, shape: Shape) -> bool:
     """Whether a piece is a part of a tensor of that shape."""
-    start, stop = piece.box.start, piece.box.stop
-    if not len(start) == len(stop) == len(piece.at) == len(shape):
+    box = piece.box
+    if not len(box.start) == len(box.stop) == len(piece.at) == len(shape):
         return False
-    if not all(isinstance(each, int) for each in (*start, *stop)):
+    if not all(isinstance(each, int) for each in (*box.start, *box.stop, *piece.at)):
         return False
-    extents = piece.box.shape
-    ends = [at + extent for at, extent in zip(piece.at, extents, strict=True)]
-    fits = all(end <= length for end, length in zip(ends, shape, strict=True))
-    return _are_lengths(piece.at) and _are_lengths(extents) and fits
+    extents = zip(piece.at, box.shape, shape, strict=True)
+    return all(at >= 0 and 0 <= extent <= length - at for at, extent, length in extents)
 
 
 def _without(found: list[Box], others: Iterable[Box]) -> list[Box]:

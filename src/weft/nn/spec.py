@@ -16,13 +16,12 @@ import abc
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 
 from ..base.errors import WeftError, conclusion, summed_up
 from ..base.tensors import Shape
 from .grid import Box, balanced
 from .partition import Partition, lengths_of
-from .plan import Piece, Plan, check_plan
+from .plan import Plan, check_plan
 
 Lengths = Sequence[Sequence[int] | None] | None
 """For each dimension the lengths of the parts that it is cut into; None: balanced."""
@@ -269,22 +268,6 @@ def shards(
         stop = tuple(sum(each[: a + 1]) for each, a in zip(lengths, at, strict=True))
         found[rank] = Box(start, stop)
     return found
-
-
-PlacedRange = tuple[int, int, int]
-"""A range of a dimension that lies in a rank's tensor: start, stop, and its first index there."""
-
-
-def pieces_of(rank: int, ranges: Sequence[Sequence[PlacedRange]]) -> list[Piece]:
-    """The pieces that lie in a rank's tensor, given those ranges of each dimension."""
-    return [
-        Piece(
-            rank,
-            box=Box(tuple(start for start, _, _ in each), tuple(stop for _, stop, _ in each)),
-            at=tuple(at for _, _, at in each),
-        )
-        for each in product(*ranges)
-    ]
 
 
 # Arguments
