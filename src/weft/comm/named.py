@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -163,7 +162,7 @@ def overlaps(found: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor on this rank, detached: a DTensor's shard, else the whole tensor."""
     plain: Any = tensor.detach()
-    here: Tensor = plain.to_local() if _is_dtensor(plain) else plain
+    here: Tensor = plain.to_local() if hasattr(plain, "to_local") else plain
     return here
 
 
@@ -181,9 +180,9 @@ def wrong_gradient(what: str, gradient: Tensor) -> str | None:
 
 def shard_of(tensor: Tensor) -> str:
     """A clause that says which shard of a DTensor is here; empty for a whole tensor."""
-    if not _is_dtensor(tensor):
-        return ""
     spec: Any = tensor
+    if not hasattr(spec, "to_local"):
+        return ""
     coordinate = spec.device_mesh.get_coordinate() or ()
     cut = [
         f"{placement} at {place}"
@@ -191,13 +190,6 @@ def shard_of(tensor: Tensor) -> str:
         if not placement.is_replicate()
     ]
     return f", {', '.join(cut)} of a DTensor" if cut else ""
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has one who did not import it
-    # another thread may be importing it now
-    kind: Any = getattr(tensors, "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
 
 
 def digest(manifest: Manifest) -> int:

@@ -32,7 +32,6 @@ from ..comm.differentiable import Linear, make
 from ..comm.staging import packed, unfollowed, unpacked
 from ..group.group import Group
 from ..verbs.carrier import carried_by, verbs_of
-from ..verbs.interface import Verbs
 from .executor import among, assemble, execute, has_addition
 from .plan import Plan
 from .spec import Spec, planned
@@ -132,9 +131,19 @@ class Moving(Linear):
         if opening.fields["dtype"] != UNKNOWN:
             dtype = opening.field("dtype", dtype_in)
         operands = dict(zip(self.ranks, opening.read(unpacked, dtype), strict=True))
-        if self.plan is None:
-            self.plan = self._plan_for(operands, dtype)
-        return [self._moved(x, self.plan, operands, dtype, verbs)], opening
+        plan = self.plan = self.plan or self._plan_for(operands, dtype)
+        small = {rank: operands[rank][1] for rank in plan.have.shapes}
+        came = {rank: tensor for rank, tensor in small.items() if tensor is not None}
+        rank = self.whole.rank
+        if len(came) == len(small):
+            y = assemble(plan, came, rank, dtype, x.device)
+        else:
+            # if its own is another, the tensor has no volume, so that its own said nothing
+            local = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+            y = execute(plan, local.resolve_conj().resolve_neg(), self.whole, self.ranks, verbs)
+        if rank not in plan.want.shapes:
+            y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
+        return [in_format_of(x, y)], opening
 
     def _plan_for(self, operands: Mapping[int, _Operand], dtype: torch.dtype) -> Plan:
         """The plan of forward, from what all ranks said.
@@ -149,36 +158,6 @@ class Moving(Linear):
             )
         sources = [rank for rank in self.ranks if rank in self.spec.sources]
         return planned(self.spec, tuple((rank, operands[rank][0]) for rank in sources))
-
-    def _moved(
-        self,
-        x: Tensor,
-        plan: Plan,
-        operands: Mapping[int, _Operand],
-        dtype: torch.dtype,
-        verbs: Verbs | None,
-    ) -> Tensor:
-        """Carry out a plan; collective.
-
-        Args:
-            x: this rank's tensor.
-            plan: the plan.
-            operands: what all ranks said, their small tensors included.
-            dtype: of all tensors that have elements.
-            verbs: of the ranks that take part, by which tensors go; None: by posts on the wire.
-        """
-        group = self.whole
-        small = {rank: operands[rank][1] for rank in plan.have.shapes}
-        came = {rank: tensor for rank, tensor in small.items() if tensor is not None}
-        if len(came) == len(small):
-            y = assemble(plan, came, group.rank, dtype, x.device)
-        else:
-            # if its own is another, the tensor has no volume, so that its own said nothing
-            local = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-            y = execute(plan, local.resolve_conj().resolve_neg(), group, self.ranks, verbs)
-        if group.rank not in plan.want.shapes:
-            y = y.new_zeros(self.nothing)  # in backward: of a tensor that the plan does not read
-        return in_format_of(x, y)
 
 
 def _wrong(spec: Spec, rank: int, x: Any) -> str | None:
