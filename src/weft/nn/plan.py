@@ -161,18 +161,22 @@ class Plan:
     @cached_property
     def hint(self) -> Hint | None:
         """The collective among all of the plan's ranks that does the same, if there is one."""
-        have, want = self.have.whole, self.want.whole
-        if not have or not want or len(self.ranks) < 2:
+        have, want = self.have, self.want
+        parts = {(each.sheet, each.box, each.at) for each in (*have.pieces, *want.pieces)}
+        shapes = {*have.shapes.values(), *want.shapes.values()}
+        if len(parts) != 1 or len(self.ranks) < 2:
             return None
-        if self.have.pieces[0].sheet != self.want.pieces[0].sheet:
-            return None
-        if len({*have.values(), *want.values()}) > 1:
-            return None
-        if len(have) == 1:
+        ((_, box, at),) = parts
+        if shapes != {box.shape} or any(at):
+            return None  # not all of them are whole
+        for side in (have, want):
+            if not side.shapes or sorted(each.rank for each in side.pieces) != sorted(side.shapes):
+                return None  # not each rank has it once
+        if len(have.shapes) == 1:
             return "broadcast"
-        if len(want) == 1:
+        if len(want.shapes) == 1:
             return "sum_reduce"
-        return "all_reduce" if have.keys() == want.keys() else None
+        return "all_reduce" if have.shapes.keys() == want.shapes.keys() else None
 
     def draw(self, rank: int | None = None) -> str:
         """Who has what, and which part of what a rank gets holds whose values, as text.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..base.tensors import Shape
-from .grid import Box, whole
+from .grid import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,6 @@ class Side:
         for piece in self.pieces:
             found.setdefault(piece.rank, []).append(piece)
         return found
-
-    @cached_property
-    def whole(self) -> dict[int, Box] | None:
-        """The box that each rank holds, if each holds one, of one tensor, and nothing else."""
-        found = {piece.rank: piece.box for piece in self.pieces}
-        plain = all(
-            piece.sheet == self.pieces[0].sheet
-            and piece.local(piece.box) == whole(self.shapes[piece.rank])
-            for piece in self.pieces
-        )
-        return found if plain and len(found) == len(self.pieces) == len(self.shapes) else None
 
 
 @dataclass(frozen=True, slots=True)
