@@ -24,7 +24,7 @@ def test_what_a_process_that_is_gone_has_left_is_not_taken():
         space = unused(store, group.rank, group.size, 20.0)
         fresh = not space.check([f"address {group.rank}"])
         space.set(f"address {group.rank}", "there")
-        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+        group.all_gather_bytes(b"here", bytes)
         return fresh, [space.check([f"address {rank}"]) for rank in range(group.size)]
 
     for _ in range(2):  # the second time there is what the first has left

@@ -127,9 +127,7 @@ def test_who_comes_to_be_joined_as_the_group_breaks_waits_for_nobody(tmp_path, l
     [(["x", "x", "x", "x"], {2}), (["x", "x", "x", "y"], set()), (["", "", "", ""], set())],
 )
 def test_ranks_of_a_host_meet_if_all_ranks_have_the_same_machine_code(kinds, near):
-    own = joining._Joining(
-        store=None, rank=0, ranks=range(4), timeout=1.0, name="a", process_group=None, where=None
-    )
+    own = joining._Joining(store=None, rank=0, ranks=range(4), timeout=1.0, name="a", where=None)
     hosts = ["red", "blue", "red", "blue"]
     said = [control.Statement(*each, "", {}) for each in zip(hosts, kinds, strict=True)]
     assert own._who_meets(said) == near

@@ -15,7 +15,6 @@ import re
 import signal
 import threading
 import time
-import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -56,10 +55,7 @@ def until(condition):
 
 def talk(group):
     """Everybody hears everybody."""
-    own = torch.tensor([group.rank + 1], dtype=torch.uint8)
-    pending = group.small_all_gather(own, 1)
-    assert [int(each) for each in pending.wait()] == list(range(1, group.size + 1))
-    pending.release()
+    assert group.all_gather_bytes(bytes([group.rank + 1]), ord) == [*range(1, group.size + 1)]
 
 
 @contextmanager
@@ -397,7 +393,7 @@ def test_what_came_while_nobody_waited_is_blamed_on_its_sender(join):
 
     def has_read():
         with suppress(TimeoutError, WireFailed):
-            pending.pending.wait(0)
+            pending.receive(0)
         return groups[0].wire.failure()
 
     until(has_read)
@@ -412,13 +408,13 @@ def test_a_rank_that_waits_for_nothing_can_be_asked(group):
     if group.rank == 0:
         asked = []
         pending = group.post()
-        wait = pending.pending.wait
+        wait = pending.receive
 
         def slow():
             asked.append(group.session.detector.waiting.peer())
             return wait()
 
-        pending.pending = types.SimpleNamespace(wait=slow, waiting_for=list)
+        pending.receive = slow
         assert pending.wait() == []
         assert asked == [None]
     talk(group)

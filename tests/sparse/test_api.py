@@ -122,7 +122,7 @@ def test_the_environment_may_choose(group):
     weft.sparse_all_reduce(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_ALGORITHM", "doubling")
-        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # all have set it
+        group.all_gather_bytes(b"here", bytes)  # all have set it
         weft.sparse_all_reduce(rows)
         assert last_call().algorithm == "doubling"
         weft.sparse_all_reduce(rows, algorithm="split")
@@ -130,7 +130,7 @@ def test_the_environment_may_choose(group):
         patch.setenv("WEFT_ALGORITHM", "foo")
         with pytest.raises(weft.WeftError, match="WEFT_ALGORITHM=foo: algorithm 'foo' is unknown"):
             weft.sparse_all_reduce(rows)
-        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()  # before it is unset
+        group.all_gather_bytes(b"here", bytes)  # before it is unset
 
 
 @spmd(1, 2, 3, 4, 7, 8)

@@ -203,7 +203,7 @@ def more_than_a_socket_takes(group):
     aside = group.split([0, 1])
     for _ in range(0 if group.rank else count):
         group.post((), [(1, mine)]).wait()
-    aside.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+    aside.all_gather_bytes(b"here", bytes)
     aside.close()
 
 
@@ -223,7 +223,7 @@ def same_to_all(group):
         )
         assert [int(each[-1]) for each in pending.wait()] == group.peers
         pending.release()
-        group.small_all_gather(torch.zeros(1, dtype=torch.uint8), 1).wait()
+        group.all_gather_bytes(b"here", bytes)
     assert os.fstat(descriptor).st_blocks * 512 == before + nbytes
 
 

@@ -125,7 +125,7 @@ class preparing:  # as it reads: with preparing(group, name) as call
     """
 
     is_async = False
-    job: Callable[[], Any] | Aside[Any]
+    job: Callable[[], Any]
     device = torch.device("cpu")
     finish: Callable[[Any], Any] | None = None
 
@@ -163,16 +163,15 @@ class preparing:  # as it reads: with preparing(group, name) as call
     def start(self) -> Any:
         """Make the call; its result or, of an asynchronous one, its `Work`."""
         worker = self._group.worker
-        job, finish = self.job, self.finish
+        job = self.job
+        finish = self.finish
         del self.job  # the traceback of an error in it leads to the frame that has this: a cycle
         if not self.is_async:
             result = worker.call(self._name, job)
-            if isinstance(job, Aside):
-                return job.joined(result)
             return result if finish is None else finish(result)
-        if not isinstance(job, Aside) and (self.device.type != "cpu" or finish is not None):
-            job = in_own_stream(self._group, self.device, job, finish)
-        return worker.submit(self._name, job)
+        if self.device.type == "cpu" and finish is None:
+            return worker.submit(self._name, job)
+        return worker.submit(self._name, in_own_stream(self._group, self.device, job, finish))
 
 
 def in_own_stream(

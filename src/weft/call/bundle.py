@@ -17,7 +17,7 @@ import torch
 from ..failure.verdict import crossed
 from ..group.channels import SMALL
 from ..group.group import Group
-from ..group.pending import Awaited, Pending
+from ..group.pending import Awaited, Exchange
 from .statement import CAP, Statement, unpack
 
 
@@ -81,7 +81,7 @@ def statements_of_all(
     return known
 
 
-def _notices(group: Group) -> Pending:
+def _notices(group: Group) -> Exchange:
     """Start to tell every rank that this one has come, and to hear it of every rank."""
     nothing = torch.empty(0, dtype=torch.uint8)
     sends = [(peer, nothing) for peer in group.peers]

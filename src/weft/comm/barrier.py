@@ -122,8 +122,6 @@ class BarrierCall:
             first = group.worker.doing or "earlier calls"
             return f"the barrier still waits for its turn behind {first}"
         missing = awaited.awaited()
-        if missing is None:
-            return "not everybody has come to the barrier"
         if not missing:  # since the wait gave up
             return "everybody has come to the barrier, the last only"
         have = "has" if len(missing) == 1 else "have"

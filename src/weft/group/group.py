@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeVar, final
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ..base._torch import is_of_group
 from ..base.arguments import as_integer, shown, wrong_timeout
@@ -34,7 +33,7 @@ from ..base.memory import Pool, tensor_of
 from ..records.traffic import Traffic
 from ..wire.interface import Lease, Recv, Send, Wire
 from .channels import OPENINGS, SMALL
-from .pending import Exchange, InBothWays, Pending, Telling, WithOwn
+from .pending import Exchange, Telling
 from .session import Session
 from .worker import Worker
 
@@ -163,7 +162,7 @@ class Group:
             to: to which ranks, each of which tells all these; None: all others.
             to_far: what to tell each of those that are not near instead, by rank.
             counted: how many bytes of the message are for each of the near ones; None: all.
-            opens: as of `Awaited`.
+            opens: as of `Telling`.
         """
         session = self.session
         peers = self.peers if to is None else to
@@ -173,7 +172,7 @@ class Group:
         if far:  # first: they take longer
             same = tensor_of(message)
             sends = [(peer, same if to_far is None else tensor_of(to_far[peer])) for peer in far]
-            messages = self.post(sends, [(peer, most) for peer in far], OPENINGS).pending
+            messages = self.post(sends, [(peer, most) for peer in far], OPENINGS)
         if near:
             wire = session.meetings
             assert wire is not None  # else nobody is near
@@ -184,17 +183,7 @@ class Group:
             if counted is not None:
                 lengths = [counted[peer] for peer in near]
             session.traffic.count_bytes([*zip(ranks, lengths, strict=True)])
-        return Telling(session, InBothWays(meeting, messages), [*near, *far], opens=opens)
-
-    def small_all_gather(self, message: Tensor, cap: int) -> Pending:
-        """Start sending a small message (uint8, 1-D, at most `cap` bytes) from each to all.
-
-        It travels as openings do, whatever carries the tensors. `wait()` returns one uint8 tensor
-        for each rank, in rank order: the bytes that it sent.
-        """
-        recvs = [(peer, cap) for peer in range(self.size) if peer != self.rank]
-        pending = self.post([(peer, message) for peer in self.peers], recvs, SMALL)
-        return WithOwn(pending, self.rank, message)
+        return Telling(session, [*near, *far], meeting, messages, opens=opens)
 
     def all_gather_bytes(
         self, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
@@ -209,10 +198,12 @@ class Group:
             WireError: the deadline passed, or a peer or a link failed.
         """
         own = tensor_of(bytearray(message))
-        pending = self.small_all_gather(own, len(message))
-        heard = [each.numpy().tobytes() for each in pending.wait()]
+        recvs = [(peer, len(message)) for peer in sorted(self.peers)]
+        pending = self.post([(peer, own) for peer in self.peers], recvs, SMALL)
+        messages = [each.numpy().tobytes() for each in pending.wait()]
         pending.release()
-        return [self.decode(rank, what, decode, each) for rank, each in enumerate(heard)]
+        messages.insert(self.rank, message)
+        return [self.decode(rank, what, decode, each) for rank, each in enumerate(messages)]
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies.

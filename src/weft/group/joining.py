@@ -54,7 +54,6 @@ def connect(
     timeout: float,
     *,
     name: str = "world",
-    process_group: dist.ProcessGroup | None = None,
     where: Where | None = None,
     global_ranks: Sequence[int] | None = None,
 ) -> Group:
@@ -70,7 +69,6 @@ def connect(
         timeout: seconds that joining as a whole, and then any one wait, may last; more than
             `LONGEST` are as many.
         name: tells groups that are made at the same time apart.
-        process_group: torch's, that the group is made for.
         where: asked for ranks that did not come. None: they can be nowhere but on their way.
         global_ranks: the ranks, by their numbers in the job; None: these are the same.
 
@@ -90,7 +88,6 @@ def connect(
         ranks=range(size) if global_ranks is None else global_ranks,
         timeout=min(timeout, LONGEST),
         name=name,
-        process_group=process_group,
         where=where,
     )
     return Group(joining.session())
@@ -104,7 +101,7 @@ class _Joining:
         ranks: all of them, by their numbers in the job.
         deadline: when joining as a whole is over, by `time.monotonic`.
         look: that of `join_links`.
-        store, rank, timeout, name, process_group, where: as for `connect`.
+        store, rank, timeout, name, where: as for `connect`.
     """
 
     store: dist.Store
@@ -112,7 +109,6 @@ class _Joining:
     ranks: Sequence[int]
     timeout: float
     name: str
-    process_group: dist.ProcessGroup | None
     where: Where | None
     look: Look = None
     deadline: float = field(init=False)
@@ -255,7 +251,7 @@ class _Joining:
         host, culprit = "the process that hosts it", None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             host = "the launcher, which hosts it,"
-        elif self.process_group is not None and self.process_group is dist.group.WORLD:
+        elif self.name == "world":
             # in other groups rank 0 may be another one than the program's
             host, culprit = "rank 0, which hosts it,", 0
         said = str(error).splitlines()[0]
@@ -271,7 +267,6 @@ def _join_part(space: dist.Store, ranks: tuple[int, ...], name: str, parent: Ses
         ranks=[parent.global_ranks[rank] for rank in ranks],
         timeout=parent.timeout,
         name=name,
-        process_group=None,
         where=lambda absent: "",  # they may be in another split
         look=functools.partial(parent.check_on, ranks),
     )

@@ -15,29 +15,7 @@ from ..wire.interface import Recv, Send
 from .session import Session
 
 
-class Awaited:
-    """What is under way, and other ranks take part in.
-
-    Attributes:
-        opens: whether it is what all ranks say as they come to a call, before they wait for
-            anything in it.
-    """
-
-    opens = False
-
-    def awaited(self) -> list[int] | None:
-        """The ranks whose messages are not complete; any thread may ask, and no message moves.
-
-        Only for texts that name missing ranks. None: it is unknown.
-        """
-        return None
-
-    def release(self) -> None:
-        """Give back the leased views, if there are any: after a wait. Twice does nothing."""
-        return None
-
-
-class Pending(Awaited, abc.ABC):
+class Pending(abc.ABC):
     """Some sends and receives under way."""
 
     @abc.abstractmethod
@@ -51,49 +29,22 @@ class Pending(Awaited, abc.ABC):
             WireError: the deadline passed, or a peer or a link failed.
         """
 
+    def release(self) -> None:
+        """Give back the leased views, if there are any: after a wait. Twice does nothing."""
+        return None
 
-class Posted(Pending):
-    """What a wire of a session has under way.
+
+class Exchange(Pending):
+    """The messages of one post.
 
     Ranks have their numbers in the session here: so errors name them.
 
     Attributes:
-        session: whose wire it is.
-        pending: what the wire gave for it.
+        opens: as in `Telling`.
+        receive: waits for them at the wire, see `session.Waited`.
     """
 
-    def __init__(self, session: Session, pending: interface.Pending) -> None:
-        self.session = session
-        self.pending = pending
-        self._received: list[Tensor] | None = None
-
-    def wait(self) -> list[Tensor]:
-        if self._received is None:
-            self._received = self.receive()
-        return self._received
-
-    def receive(self) -> list[Tensor]:
-        """Wait for the messages, for the first `wait`; what it returns."""
-        return self.session.wait_for(self)
-
-    def release(self) -> None:
-        self.session.release(self.pending)
-
-    @abc.abstractmethod
-    def awaited(self) -> list[int]:
-        """All ranks that are waited for."""
-
-    @abc.abstractmethod
-    def peer(self) -> int | None:
-        """The rank that is waited for; None: there is none."""
-
-    @abc.abstractmethod
-    def what(self) -> str:
-        """What is waited for, as a clause of an error."""
-
-
-class Exchange(Posted):
-    """The messages of one post."""
+    opens = False
 
     def __init__(
         self,
@@ -102,12 +53,24 @@ class Exchange(Posted):
         sends: Sequence[Send],
         recvs: Sequence[Recv],
     ) -> None:
-        super().__init__(session, pending)
+        self.receive = pending.wait
+        self._session = session
+        self._pending = pending
         self._sends = sends
         self._recvs = recvs
+        self._received: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self._received is None:
+            self._received = self._session.wait_for(self)
+        return self._received
+
+    def release(self) -> None:
+        self._session.release(self._pending)
 
     def awaited(self) -> list[int]:
-        return self.pending.waiting_for()
+        """The ranks whose messages are not complete; any thread may ask, and no message moves."""
+        return self._pending.waiting_for()
 
     def peer(self) -> int | None:
         """The rank that is waited for; None: this post has no messages."""
@@ -130,7 +93,7 @@ class Exchange(Posted):
         A wire says which peers it awaits, and not which of their messages. So where both a receive
         and a send of one peer were posted, it is the receive, though that may have come.
         """
-        missing = self.pending.waiting_for()
+        missing = self.awaited()
         messages = [*self._recvs, *self._sends]
         for message in messages:
             if message[0] in missing:
@@ -138,36 +101,38 @@ class Exchange(Posted):
         return messages[-1]  # all are complete by now
 
 
-class Telling(Awaited):
+class Telling:
     """A few bytes of each of some ranks on their way to all of them: see `Group.tell`.
 
-    Ranks have their numbers in the session here, as in `Posted`, but those of what is told.
+    Ranks have their numbers in the session here, as in `Exchange`, but those of what is told.
 
     Attributes:
-        session: as in `Posted`.
-        pending: what the wire has under way.
-        opens: as in `Awaited`.
+        opens: whether it is what all ranks say as they come to a call, before they wait for
+            anything in it.
     """
 
     def __init__(
         self,
         session: Session,
-        pending: InBothWays,
         peers: Sequence[int],
+        meeting: interface.PendingBytes | None,
+        messages: Exchange | None,
         *,
         opens: bool,
     ) -> None:
         """
         Args:
             session: whose wire it is.
-            pending: what the peers tell.
-            peers: who tells something, in the order of what is received.
-            opens: as in `Awaited`.
+            peers: who tells something: those of the meeting first.
+            meeting: of the ranks of this host, if there are others.
+            messages: of ranks of other hosts, if there are any.
+            opens: see above.
         """
-        self.session = session
-        self.pending = pending
         self.opens = opens
+        self._session = session
         self._peers = peers
+        self._meeting = meeting
+        self._messages = messages
 
     def wait(self) -> dict[int, memoryview]:
         """Wait until all are here; what each of the others tells, by its rank; once.
@@ -176,17 +141,29 @@ class Telling(Awaited):
             WireError: the deadline passed, or a peer or a link failed.
         """
         try:
-            return dict(zip(self._peers, self.session.wait_for(self), strict=True))
+            return dict(zip(self._peers, self._session.wait_for(self), strict=True))
         finally:
-            if self.pending.messages is not None:  # which were copied
-                self.session.release(self.pending.messages)
+            if self._messages is not None:  # which were copied
+                self._messages.release()
+
+    def receive(self) -> list[memoryview]:
+        """Wait at the wire for what all tell."""
+        heard: list[memoryview] = []
+        if self._meeting is not None:
+            heard += map(memoryview, self._meeting.wait()[1:])
+        if self._messages is not None:
+            heard += [memoryview(bytearray(each.numpy())) for each in self._messages.receive()]
+        return heard
 
     def awaited(self) -> list[int]:
-        return self.pending.waiting_for()
+        """The ranks that have not told all; any thread may ask, and no message moves."""
+        late = [] if self._meeting is None else self._meeting.waiting_for()
+        far = [] if self._messages is None else self._messages.awaited()
+        return sorted([*late, *far])
 
     def peer(self) -> int | None:
         """The first rank that is waited for; None: none is any more."""
-        return next(iter(self.pending.waiting_for()), None)
+        return next(iter(self.awaited()), None)
 
     def what(self) -> str:
         """What is waited for, as a clause of an error."""
@@ -194,45 +171,5 @@ class Telling(Awaited):
         return "awaited nothing" if peer is None else f"awaited a message from rank {peer}"
 
 
-class InBothWays:
-    """What ranks of this host tell in a meeting, and ranks of others in messages.
-
-    Attributes:
-        meeting, messages: None: there are no such ranks.
-    """
-
-    def __init__(
-        self, meeting: interface.PendingBytes | None, messages: interface.Pending | None
-    ) -> None:
-        self.meeting = meeting
-        self.messages = messages
-
-    def wait(self) -> list[memoryview]:
-        """What all tell: those of the meeting first."""
-        heard: list[memoryview] = []
-        if self.meeting is not None:
-            heard += map(memoryview, self.meeting.wait()[1:])
-        if self.messages is not None:
-            heard += [memoryview(bytearray(message.numpy())) for message in self.messages.wait()]
-        return heard
-
-    def waiting_for(self) -> list[int]:
-        late = [] if self.meeting is None else self.meeting.waiting_for()
-        far = [] if self.messages is None else self.messages.waiting_for()
-        return sorted([*late, *far])
-
-
-class WithOwn(Pending):
-    """The messages of all other ranks, with this rank's own put in its place in rank order."""
-
-    def __init__(self, pending: Pending, rank: int, own: Tensor) -> None:
-        self._pending = pending
-        self._rank = rank
-        self._own = own
-
-    def wait(self) -> list[Tensor]:
-        received = self._pending.wait()
-        return [*received[: self._rank], self._own, *received[self._rank :]]
-
-    def release(self) -> None:
-        self._pending.release()
+Awaited = Exchange | Telling
+"""What is under way, and other ranks take part in: it knows who has not come."""

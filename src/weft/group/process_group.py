@@ -157,7 +157,6 @@ def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: flo
             process_group.size(),
             timeout or _timeout_of(process_group),
             name=name,
-            process_group=process_group,
             where=None if name == "world" else functools.partial(_where, process_group),
             global_ranks=everyone,
         )

@@ -44,21 +44,12 @@ Join = Callable[[tuple[int, ...], str, "Session"], "Session"]
 _log = logging.getLogger("weft")
 
 
-class OfWire(Protocol[T]):
-    """What a wire has under way: messages that it has posted, or a meeting."""
-
-    def wait(self) -> list[T]: ...
-
-
 class Waited(Wait, Protocol[T]):
-    """Messages that are waited for.
-
-    Attributes:
-        pending: the wire's.
-    """
+    """Messages that are waited for."""
 
     @property
-    def pending(self) -> OfWire[T]: ...
+    def receive(self) -> Callable[[], list[T]]:
+        """Waits for them at the wire, or in a library, without a limit."""
 
     def what(self) -> str:
         """What is waited for, as a clause of an error: "awaited 8 bytes from rank 2"."""
@@ -174,12 +165,12 @@ class Session:
         self.check()
         detector = self.detector
         if detector is None:  # without peers there is nothing to wait for
-            return wait.pending.wait()
+            return wait.receive()
         try:
             detector.begin(wait)
             # ended by the last message; by an abort, once there is a verdict, which there is at the
             # deadline at the latest; or by the handler of a signal that raises
-            return wait.pending.wait()
+            return wait.receive()
         except BaseException as error:
             self.raise_for(error, wait.what(), wait)
         finally:

@@ -42,8 +42,6 @@ T_co = TypeVar("T_co", covariant=True)
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
 _SOON = 1e-4  # seconds in which a thread makes a few operations
-# what there is to be said between calls: see `Worker.doing`, `_several`, `now`, `entered`
-_NO_CALL = ("", False, None, None)
 
 _log = logging.getLogger("weft")
 
@@ -170,9 +168,8 @@ class Worker:
         """
         member = self.member()
         if self._several and self.inside():
-            around = (self.doing, True, self.now, self.entered)
             with profiled(name):
-                return self._do(member, name, job, around=around)
+                return self._do(member, name, job)
         self._check_outside(name)
         self._check_open(name)
         turn: Turn[Work[Any]] = Turn(name, sys._getframe())
@@ -350,7 +347,6 @@ class Worker:
         name: str,
         job: Callable[[], T],
         several: bool = False,
-        around: tuple[str, bool, CallStats | None, Entered | None] = _NO_CALL,
     ) -> T:
         """Run a job in this thread's turn, and record it as a call.
 
@@ -359,8 +355,8 @@ class Worker:
             name: of the call.
             job: to run.
             several: whether it may make calls itself.
-            around: what there is to be said, once it has ended, of the call that it is a part of.
         """
+        around = self.doing, self._several, self.now, self.entered  # of the call that it is part of
         call = CallStats(name, member.name, member.rank, self.calls + 1, member.traffic)
         try:
             self.calls += 1
@@ -380,7 +376,7 @@ class Worker:
             raise
         finally:
             self.doing, self._several, self.now, self.entered = around
-            if not self.doing:  # else it is a part of the call around it
+            if not self.doing:  # else there is a call around it
                 listeners.tell_all(call)
 
     def _serve(self) -> None:

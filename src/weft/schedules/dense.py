@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..base.errors import WeftError
 from ..base.tensors import flattened
+from ..group import channels
 from ..group.channels import GATHERS, SCATTERS
 from ..group.group import Group
 from ..group.pending import Pending
@@ -145,11 +146,14 @@ class _Reduction(Pending):
 def _whole(group: Group, tensor: Tensor, op: str) -> Pending:
     """Send a whole tensor to all others; all then reduce the same."""
     own = flattened(tensor).view(torch.uint8)
-    contributions = group.small_all_gather(own, len(own))
+    rank = group.rank
+    recvs = [(peer, len(own)) for peer in sorted(group.peers)]
+    others = group.post([(peer, own) for peer in group.peers], recvs, channels.SMALL)
 
     def complete() -> None:
-        reduce(contributions.wait(), op, tensor)
-        contributions.release()
+        parts = others.wait()
+        reduce([*parts[:rank], own, *parts[rank:]], op, tensor)
+        others.release()
 
     return _Reduction(tensor, complete)
 

@@ -230,13 +230,12 @@ class _Wait:
         run: Callable[[], Any],
         failure: Callable[[], Failure | None],
     ) -> None:
-        self.pending = self
         self._group = group
         self._what = what
         self._run = run
         self._failure = failure
 
-    def wait(self) -> Any:
+    def receive(self) -> Any:
         """Raises WireFailed where the process group raised."""
         try:
             return self._run()
