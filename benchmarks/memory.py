@@ -127,6 +127,7 @@ def rank_of(case: Case, algorithm: str) -> Growth | None:
         except weft.WeftError:
             return None
         group.memory.drain()
+        group.wire.segment.drain()
         warm = growth(call)
         again = growth(call)
         ctypes.CDLL(None).malloc_trim(0)

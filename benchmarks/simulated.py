@@ -304,8 +304,10 @@ def run(
     """
     names = list(hosts or [f"simulated {rank}" for rank in range(size)])
     network = Network(names, link, within)
-    crew = Crew(network.wires(), names, 3600.0, network.wires, SmallBlocks)
-    groups = [Group(session) for session in crew.sessions()]
+    sessions = Crew(network.wires(), names, 3600.0, network.wires).sessions()
+    for session in sessions:
+        session.memory = SmallBlocks()
+    groups = [Group(session) for session in sessions]
     return results(on_groups(groups, body, args, limit=None), "simulated")
 
 

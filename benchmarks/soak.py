@@ -88,6 +88,8 @@ class State:
         weft.barrier(group=groups[0])
         for group in groups:
             group.memory.drain()
+            if segment := getattr(group.wire, "segment", None):
+                segment.drain()
         gc.collect()  # it returns at once where another thread collects
         weft.barrier(group=groups[0])  # ranks may be threads of one process
         ctypes.CDLL(None).malloc_trim(0)

@@ -57,16 +57,16 @@ class Meter:
         self._lease, self._take_back = pool.lease, pool.take_back
         pool.lease, pool.take_back = self.lease, self.take_back
 
-    def lease(self, nbytes, **how):
-        lease = self._lease(nbytes, **how)
+    def lease(self, nbytes):
+        lease = self._lease(nbytes)
         with self._lock:
-            self.leased[id(lease._block)] = nbytes
+            self.leased[lease.tensor.data_ptr()] = nbytes
             self.most = max(self.most, sum(self.leased.values()))
         return lease
 
     def take_back(self, block):
         with self._lock:
-            del self.leased[id(block)]
+            del self.leased[block.data_ptr()]
         self._take_back(block)
 
 

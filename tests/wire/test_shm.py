@@ -213,8 +213,8 @@ def test_frames_leave_by_themselves():
 
 def same_to_all(group):
     """A tensor that goes to several is copied once, and its copy makes room for the next."""
-    group.memory.drain()
-    nbytes, descriptor = 5 << 20, group.memory.source.fd  # more than is acknowledged late
+    group.wire.segment.drain()
+    nbytes, descriptor = 5 << 20, group.wire.segment.fd  # more than is acknowledged late
     mine = torch.full((nbytes,), group.rank, dtype=torch.uint8)
     before = os.fstat(descriptor).st_blocks * 512  # of meetings
     for _ in range(10):

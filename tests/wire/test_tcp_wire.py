@@ -17,7 +17,6 @@ import pytest
 import torch
 from wire_ranks import far, make, make_wires, status_of
 
-from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.kernels import jit
 from weft.wire.interface import Failure, WireFailed
@@ -30,7 +29,7 @@ from weft.wire.tcp.wire import TcpWire
 def ends():
     """Two wires of two ranks."""
     sockets = socket.socketpair()
-    wires = [TcpWire(rank, 2, {1 - rank: sockets[rank]}, Pool()) for rank in range(2)]
+    wires = [TcpWire(rank, 2, {1 - rank: sockets[rank]}) for rank in range(2)]
     yield wires
     for wire in wires:
         wire.close()
@@ -42,7 +41,7 @@ def far_ends():
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    wires = [TcpWire(rank, 2, {1 - rank: each}, Pool()) for rank, each in enumerate((near, far))]
+    wires = [TcpWire(rank, 2, {1 - rank: each}) for rank, each in enumerate((near, far))]
     yield wires
     for wire in wires:
         wire.close()
@@ -53,7 +52,7 @@ def lender(segment):
     """A wire of rank 0, whose segment rank 1 has mapped; and the socket of that one."""
     near, far = socket.socketpair()
     shared = {1: shm.Peer(segment.fd, segment.nbytes)}
-    with far, contextlib.closing(TcpWire(0, 2, {1: near}, Pool(), segment, shared)) as wire:
+    with far, contextlib.closing(TcpWire(0, 2, {1: near}, segment, shared)) as wire:
         yield wire, far
 
 
@@ -196,7 +195,7 @@ def test_a_close_by_a_handler_during_a_sleep_ends_the_wait_as_any_other(monkeypa
     poll = select.poll
     monkeypatch.setattr(select, "poll", lambda: PollOfHandler(poll(), handlers))
     near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool())
+    wire = TcpWire(0, 2, {1: near})
     other = threading.Thread(target=wire.close)  # which wakes who sleeps
 
     def make_ready():
@@ -218,7 +217,7 @@ def test_what_comes_as_the_wire_fails_is_not_written(monkeypatch):
     poll = select.poll
     monkeypatch.setattr(select, "poll", lambda: PollOfHandler(poll(), handlers))
     sockets = socket.socketpair()
-    first, second = [TcpWire(rank, 2, {1 - rank: sockets[rank]}, Pool()) for rank in range(2)]
+    first, second = [TcpWire(rank, 2, {1 - rank: sockets[rank]}) for rank in range(2)]
     place = torch.full((4,), 7, dtype=torch.uint8)
     pending = first.post((), [(1, place)])
     given = Failure("aborted", 1, "rank 1 died")
@@ -316,8 +315,8 @@ def test_a_close_while_another_thread_waits_sends_what_was_sent_before(segment):
     """It is complete, since it was copied; who waits sends it meanwhile."""
     sockets = socket.socketpair()
     shared = shm.Peer(segment.fd, segment.nbytes)
-    first = TcpWire(0, 2, {1: sockets[0]}, Pool(), segment, {1: shared})
-    second = TcpWire(1, 2, {0: sockets[1]}, Pool(), segments={0: shared})
+    first = TcpWire(0, 2, {1: sockets[0]}, segment, {1: shared})
+    second = TcpWire(1, 2, {0: sockets[1]}, segments={0: shared})
     count = until_the_socket_is_full(first)
     message = torch.arange(1 << 15)
     first.post([(1, message)]).wait(10.0)
@@ -380,7 +379,7 @@ def test_a_close_ends_though_a_peer_of_another_host_takes_nothing(monkeypatch, f
 def test_a_close_while_another_thread_waits_ends_though_the_peer_takes_nothing(monkeypatch):
     monkeypatch.setattr(tcp, "LINGER", 0.3)
     near, far = socket.socketpair()
-    wire = TcpWire(0, 2, {1: near}, Pool())
+    wire = TcpWire(0, 2, {1: near})
     until_the_socket_is_full(wire)
     with far, waits_in_a_thread(wire.post((), [(1, 1)])) as failures:
         wire.close()
@@ -390,7 +389,7 @@ def test_a_close_while_another_thread_waits_ends_though_the_peer_takes_nothing(m
 def test_a_post_that_awaits_two_ranks_fails_as_the_second_is_lost():
     to_live, live = socket.socketpair()
     to_dead, dead = socket.socketpair()
-    with contextlib.closing(TcpWire(0, 3, {1: to_live, 2: to_dead}, Pool())) as wire:
+    with contextlib.closing(TcpWire(0, 3, {1: to_live, 2: to_dead})) as wire:
         pending = wire.post((), [(1, 1), (2, 1)])
         dead.close()
         with pytest.raises(WireFailed) as caught:
@@ -413,7 +412,7 @@ def test_a_copy_for_two_ranks_is_kept_for_the_second_though_the_first_has_left(s
     near, far = socket.socketpair()
     other, its = socket.socketpair()
     shared = shm.Peer(segment.fd, segment.nbytes)
-    wire = TcpWire(0, 3, {1: near, 2: other}, Pool(), segment, {1: shared, 2: shared})
+    wire = TcpWire(0, 3, {1: near, 2: other}, segment, {1: shared, 2: shared})
     far.close()
     while not wire.connections[1].lost:
         wire.post([(1, torch.zeros(1))])
@@ -511,7 +510,7 @@ def held_elsewhere(lock):
 
 def test_a_fork_while_another_thread_takes_memory_of_the_segment():
     mine, theirs = socket.socketpair()
-    wire = TcpWire(0, 2, {1: mine}, Pool(), shm.Segment.make())
+    wire = TcpWire(0, 2, {1: mine}, shm.Segment.make())
     with theirs, held_elsewhere(wire.segment.lock):
         child = os.fork()
         if child == 0:

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weft.base.memory import Pool
 from weft.base.pace import patient
 from weft.bootstrap.local import Rank, end, folder_of, pump
 from weft.bootstrap.outcome import Outcome, results
@@ -59,7 +58,7 @@ def make(start, hosts=lambda rank: "host"):
         sock.close()
     near = {peer for peer in peers if hosts(peer) == hosts(start.rank) and architecture()}
     try:
-        return tcp.make(start.rank, sockets, near, start.exchange, Pool(), deadline)
+        return tcp.make(start.rank, sockets, near, start.exchange, deadline)
     except BaseException:
         for sock in sockets.values():
             sock.close()

@@ -19,7 +19,8 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,25 +48,23 @@ class Lease:
     Who needs less of it may set `tensor` to a part of it.
     """
 
-    __slots__ = ("_block", "_pool", "tensor")
+    __slots__ = ("_give_back", "tensor")
 
-    def __init__(self, pool: Pool, block: Tensor | int, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, give_back: Callable[[], object]) -> None:
         """
         Args:
-            pool: to which it goes back.
-            block: the memory, or its offset in the pool's source.
-            tensor: the leased part of it.
+            tensor: the memory.
+            give_back: called when it is released.
         """
-        self._pool: Pool | None = pool
-        self._block = block
         self.tensor = tensor
+        self._give_back: Callable[[], object] | None = give_back
 
     def release(self) -> None:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
-        pool = self._pool
-        self._pool = None
-        if pool is not None:
-            pool.take_back(self._block)
+        give_back = self._give_back
+        self._give_back = None
+        if give_back is not None:
+            give_back()
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -74,77 +73,36 @@ class Lease:
         self.release()
 
 
-class Source(Protocol):
-    """Memory that a wire brings, which its messages are best sent from; any thread may use it.
-
-    Attributes:
-        memory: uint8, 1-D; None once nothing can be allocated any more.
-    """
-
-    memory: Tensor | None
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Allocate so many bytes; where they begin, or None if there is no room."""
-
-    def free(self, offset: int) -> None:
-        """Free what `allocate` gave."""
-
-    def drain(self) -> None:
-        """Give memory that is not in use back to the system."""
-
-
 class Pool:
-    """Blocks of power-of-two sizes that are leased again and again; any thread may use it.
-
-    Attributes:
-        source: what the wire has brought, or None.
-    """
+    """Blocks of power-of-two sizes that are leased again and again; any thread may use it."""
 
     smallest = 1 << 12  # bytes: a block is never smaller
 
     def __init__(self) -> None:
         # by their sizes; each use of it is one operation, which no other thread comes between
         self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self.source: Source | None = None
 
-    def lease(self, nbytes: int, *, from_source: bool = False) -> Lease:
-        """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything.
-
-        Args:
-            nbytes: how many.
-            from_source: it comes from the source, if that has room.
-        """
-        source = self.source if from_source else None
-        memory = None if source is None else source.memory  # now: another thread may close it
-        if source is not None and memory is not None:
-            offset = source.allocate(nbytes)
-            if offset is not None:
-                return Lease(self, offset, memory[offset : offset + nbytes])
+    def lease(self, nbytes: int) -> Lease:
+        """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything."""
         size = max(self.smallest, 1 << (nbytes - 1).bit_length())
         try:
             block = self._free[size].pop()
         except IndexError:
             block = fresh((size,), torch.uint8)
-        return Lease(self, block, block[:nbytes])
+        return Lease(block[:nbytes], functools.partial(self.take_back, block))
 
     @property
     def kept(self) -> int:
         """Bytes of blocks that are kept here, unused."""
         return sum(size * len(blocks) for size, blocks in self._free.copy().items())
 
-    def take_back(self, block: Tensor | int) -> None:
-        """Keep a block for the next lease, or free what the source has lent."""
-        if isinstance(block, int):
-            assert self.source is not None  # which has given it
-            self.source.free(block)
-        else:
-            self._free[block.nbytes].append(block)
+    def take_back(self, block: Tensor) -> None:
+        """Keep a block for the next lease."""
+        self._free[block.nbytes].append(block)
 
     def drain(self) -> None:
         """Free all memory that is not leased."""
         self._free.clear()
-        if self.source is not None:
-            self.source.drain()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

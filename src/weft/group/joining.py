@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ..base import watch
 from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
-from ..base.memory import Pool
 from ..base.pace import patient
 from ..failure.control import Statement, join_links
 from ..failure.detector import Detector
@@ -129,7 +128,6 @@ class _Joining:
         if self.size == 1:
             return self._session_alone(trouble)
         space, links, sockets, statements = self._meet(trouble)
-        memory = Pool()
         detector = Detector(self.rank, self.timeout, links, slow, global_ranks=self.ranks)
         try:
             detector.start()
@@ -138,7 +136,6 @@ class _Joining:
                 sockets,
                 self._who_meets(statements),
                 functools.partial(detector.exchange, until=self.deadline),
-                memory,
                 self.deadline,
             )
         except BaseException as error:
@@ -160,7 +157,6 @@ class _Joining:
             self.timeout,
             [each.host for each in statements],
             detector=detector,
-            memory=memory,
             join=functools.partial(_join_part, space),
             global_ranks=self.ranks,
         )
@@ -169,13 +165,11 @@ class _Joining:
         """The session of one rank, which opens nothing."""
         if trouble:
             raise WeftError(f"{own_rank()}{trouble}")
-        memory = Pool()
         return Session(
-            alone(memory),
+            alone(),
             self.timeout,
             [own_host()],
             detector=None,
-            memory=memory,
             join=functools.partial(_join_part, self.store),
             global_ranks=self.ranks,
         )

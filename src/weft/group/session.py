@@ -86,7 +86,6 @@ class Session:
         hosts: Sequence[str],
         *,
         detector: Detector | None,
-        memory: Pool,
         join: Join,
         global_ranks: Sequence[int],
     ) -> None:
@@ -96,7 +95,6 @@ class Session:
             timeout: seconds that any one wait may last.
             hosts: for each rank the name of its host.
             detector: beside the wires; it is closed with the session. None: there are no peers.
-            memory: where workspaces are leased from, if not from the wire.
             join: joins some of the ranks, of which this one is one, given these, a name, and the
                 session that they are in.
             global_ranks: the ranks, by their numbers in the job.
@@ -110,7 +108,7 @@ class Session:
         self.process_group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.traffic = Traffic(wire.rank)
         self.wire = wire
-        self.memory = memory
+        self.memory = Pool()
         self.meetings = wire if isinstance(wire, interface.Meeting) else None
         self.is_by_group = False
         # weakly: they have the session, which then would not end with the last of them

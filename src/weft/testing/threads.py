@@ -13,7 +13,6 @@ from ..base import watch
 from ..base.arguments import wrong_timeout
 from ..base.errors import WeftError, WireError
 from ..base.latch import join
-from ..base.memory import Pool
 from ..bootstrap.outcome import Outcome, place
 from ..failure.detector import Detector
 from ..failure.links import QueueLinks, links_of_threads
@@ -78,7 +77,6 @@ class Crew:
         hosts: Sequence[str],
         timeout: float,
         more_wires: Callable[[Sequence[int]], Sequence[ThreadWire]],
-        memory: Callable[[], Pool] = Pool,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         """
@@ -87,14 +85,12 @@ class Crew:
             hosts: the name of each rank's machine.
             timeout: seconds that any one wait may last.
             more_wires: makes wires among some of these ranks.
-            memory: makes a rank's workspace.
             global_ranks: the ranks, by their numbers in the job; None: these are the same.
         """
         self._wires = wires
         self._hosts = tuple(hosts)
         self._timeout = timeout
         self._more_wires = more_wires
-        self._memory = memory
         self._global_ranks = range(len(wires)) if global_ranks is None else global_ranks
         self._lock = threading.Lock()
         # by name: the ranks of a part, and those of its sessions that no rank has come for
@@ -110,7 +106,6 @@ class Crew:
                 self._timeout,
                 self._hosts,
                 detector=self._detector(wire, links[rank], slow) if len(links) > 1 else None,
-                memory=self._memory(),
                 join=functools.partial(self._join, rank),
                 global_ranks=self._global_ranks,
             )
@@ -154,7 +149,6 @@ class Crew:
             [self._hosts[rank] for rank in ranks],
             self._timeout,
             lambda inner: self._more_wires([ranks[rank] for rank in inner]),
-            self._memory,
             [self._global_ranks[rank] for rank in ranks],
         )
         return dict(enumerate(crew.sessions()))

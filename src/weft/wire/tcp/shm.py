@@ -3,8 +3,8 @@
 A segment is a file in memory without a name (memfd), of its full size from the start: pages that
 were never touched cost nothing. It is sealed against shrinking and growing, so nobody's read can
 fail. Its descriptor goes to each peer once, over the Unix socket that connects the two; peers map
-it read-only. Workspaces that messages are sent from lie in it (`Pool.lease`), and messages that lie
-elsewhere are copied into it. A message is then an offset and a length on the socket.
+it read-only. Workspaces that messages are sent from lie in it (`Group.lease`), and messages that
+lie elsewhere are copied into it. A message is then an offset and a length on the socket.
 
 Messages need no flags there, and no fences: a rank reads only what a frame on the socket has
 announced, and the owner writes there again only after a frame has acknowledged it; the system calls
@@ -21,6 +21,7 @@ import bisect
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -35,6 +36,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...base.memory import Lease
 from ...rendezvous.address import NO_SIGNAL
 
 ROOM = 1 << 30
@@ -132,6 +134,14 @@ class Segment:
                     self._peak = max(self._peak, start + size)
                     return start
         return None
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Memory for a while; None if there is no room."""
+        memory = self.memory  # now: another thread may close it
+        offset = self.allocate(nbytes)
+        if offset is None or memory is None:
+            return None
+        return Lease(memory[offset : offset + nbytes], functools.partial(self.free, offset))
 
     def free(self, offset: int) -> None:
         """Free memory that `allocate` gave."""

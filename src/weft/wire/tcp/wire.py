@@ -42,7 +42,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from torch import Tensor
 
 from ...base.latch import NAP, deadline_of
-from ...base.memory import Lease, Pool
+from ...base.memory import Lease
 from ...rendezvous.address import NO_SIGNAL
 from ..interface import MEETS, Failure, Recv, Send, WireFailed
 from . import connection, meeting, shm
@@ -82,7 +82,6 @@ class TcpWire:
         rank: int,
         size: int,
         sockets: Mapping[int, socket.socket],
-        memory: Pool,
         segment: shm.Segment | None = None,
         segments: Mapping[int, shm.Peer] | None = None,
         *,
@@ -92,8 +91,7 @@ class TcpWire:
         Args:
             rank, size: this rank, and how many there are.
             sockets: connected, by peer; the wire closes them.
-            memory: where leases are from, which the segment is the source of.
-            segment: of this rank.
+            segment: of this rank, where leases are from.
             segments: of the peers that share memory with this rank, mapped here.
             meets: whether this rank meets those others of its host: it has their `segments`.
         """
@@ -101,8 +99,6 @@ class TcpWire:
         self.size = size
         self.near = frozenset({rank, *(segments or {})} if meets else {rank})
         self.segment = segment
-        self._memory = memory
-        memory.source = segment
         self._process = os.getpid()
 
         self.connections: dict[int, Connection] = {}
@@ -220,13 +216,12 @@ class TcpWire:
         with self._turn:
             meetings = self.meetings  # which the handler of a signal may drop
             self._check()
-            if meetings is None:
-                raise ValueError(f"rank {self.rank}: no ranks meet over this wire: send messages")
             if len(message) > MEETS:
                 raise ValueError(
                     f"rank {self.rank} meets with {len(message)} bytes, where {MEETS} are the "
                     "most: send them"
                 )
+            assert meetings is not None  # else nobody is near, or the wire is closed and has failed
             peers = meetings.peers_among(tuple(ranks))
             self._is_moving = True
             try:
@@ -248,7 +243,7 @@ class TcpWire:
         """Memory in the segment, which peers of this host read where it lies."""
         if self.segment is None or nbytes <= INLINE:
             return None
-        lease = self._memory.lease(nbytes, from_source=True)
+        lease = self.segment.lease(nbytes)
         if lease is not None and self._failure is not None:
             lease.release()  # a peer may yet read it, if a failed post had lent it
             return None
@@ -381,13 +376,6 @@ class TcpWire:
 
     # moving messages
 
-    def lost_among(self, messages: Sequence[_Message]) -> Connection | None:
-        """The first connection that has ended with one of these messages not through."""
-        for link, message in messages:
-            if link.lost and not message.done:
-                return link
-        return None
-
     def finish(self, messages: Sequence[_Message], timeout: float | None) -> None:
         """Move messages until all of these are through.
 
@@ -401,16 +389,18 @@ class TcpWire:
                 spin = 0.0 if awaited.is_far and message.is_long else _SPIN
                 while not message.done:
                     self._check()
-                    if self._has_lost and (link := self.lost_among(messages)):
-                        raise WireFailed(self._fail(_end_of(link)))
+                    if self._has_lost:
+                        self._check_links(messages)
                     seconds = until - time.monotonic()
                     self._step(max(0.0, seconds), spin)
                     if seconds <= 0 and not message.done:
                         raise TimeoutError("the messages of a post are not complete")
 
-    def _lost(self) -> list[Connection]:
-        """The connections that have ended."""
-        return [link for link in self.connections.values() if link.lost]
+    def _check_links(self, messages: Sequence[_Message]) -> None:
+        """Fail if a connection has ended with one of these messages not through."""
+        for link, message in messages:
+            if link.lost and not message.done:
+                raise WireFailed(self._fail(_end_of(link)))
 
     def finish_meeting(self, awaited: meeting.TcpMeeting, timeout: float | None) -> None:
         """Move messages until this meeting is through; what it raises is as of `finish`."""
@@ -422,7 +412,8 @@ class TcpWire:
                 assert meetings is not None  # else it is closed, and has failed
                 # of these all is read below that they have left; who is lost meanwhile may have
                 # left something since that was read
-                lost = self._lost() if self._has_lost else []
+                links = self.connections.values()
+                lost = [link for link in links if link.lost] if self._has_lost else []
                 awaited.turn.is_begun(meeting.LOOKS)
                 self._move_meetings(meetings)
                 if not awaited.missing:
@@ -684,9 +675,9 @@ def _end_of(link: Connection) -> Failure:
     return Failure("lost", link.peer, link.lost)
 
 
-def alone(memory: Pool) -> TcpWire:
+def alone() -> TcpWire:
     """The wire of a group of one."""
-    return TcpWire(0, 1, {}, memory)
+    return TcpWire(0, 1, {})
 
 
 def make(
@@ -694,7 +685,6 @@ def make(
     sockets: Mapping[int, socket.socket],
     near: Set[int],
     exchange: Callable[[bytes], list[bytes]],
-    memory: Pool,
     deadline: float,
 ) -> TcpWire:
     """Map the memory of the ranks of this host; this rank's wire, once all have theirs. Collective.
@@ -704,7 +694,6 @@ def make(
         sockets: connected, to all others. The wire closes them; if this raises, they may be open.
         near: the others of this host, where all ranks have the same machine code to meet by.
         exchange: tells all ranks a few bytes, and returns every rank's.
-        memory: where leases are from, which the segment is the source of.
         deadline: when the ranks of this host must have answered, by `time.monotonic`.
 
     Raises:
@@ -724,7 +713,7 @@ def make(
         has_room = segment is None or segment.reserved == reserved
         can_meet = has_room and near <= segments.keys()
         meets = can_meet and bool(near)
-        wire = TcpWire(rank, size, sockets, memory, segment, segments, meets=meets)
+        wire = TcpWire(rank, size, sockets, segment, segments, meets=meets)
         stack.callback(wire.close)
         if b"no" in exchange(b"yes" if can_meet else b"no"):
             wire.meet_nobody()
