@@ -27,7 +27,7 @@ import torch.distributed as dist
 import weft
 from weft import kernels
 from weft.bootstrap import gathering, membership
-from weft.failure import control
+from weft.group import joining
 from weft.group import process_group
 kernels.prepare()
 folder, victim, where, how, url, limit = sys.argv[1:]
@@ -74,7 +74,7 @@ if os.environ["RANK"] == victim:
     elif where == "made":
         lost_after(gathering, "connect_all")
     else:
-        lost_after(control, "exchange")
+        lost_after(joining, "exchange")
 # the limit is of what follows, and not of how long each takes to start
 folder = pathlib.Path(folder)
 (folder / os.environ["RANK"]).touch()
@@ -212,7 +212,7 @@ def test_a_request_of_a_store_whose_host_is_stopped_ends_at_the_deadline(monkeyp
         silent.get("key")
     # whose rank 0 need not host it
     with pytest.raises(WireError, match="is the process that hosts it gone or stopped") as caught:
-        connect(store, 0, 2, 0.2)
+        connect(store, 0, 2, 0.2, name="aside")
     assert caught.value.culprit is None
 
 

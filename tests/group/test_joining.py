@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import weft
 from weft.base.pace import patient
-from weft.failure import control
 from weft.group import joining
 from weft.testing import processes, run, spmd
 from weft.wire.tcp.listener import Listener
@@ -87,7 +86,7 @@ def splits_as_another_rank_breaks_the_group(late, place):
     """`late` waits for that: before it comes to be joined, or as the last, in its connecting."""
     there, begun = pathlib.Path(place), [pathlib.Path(f"{place}.{rank}") for rank in range(3)]
     with weft.init(timeout=600.0) as group:
-        own, come, connect = group.session, control.exchange, Listener.connect
+        own, come, connect = group.session, joining.exchange, Listener.connect
 
         def until_it_broke():
             there.touch()
@@ -102,7 +101,7 @@ def splits_as_another_rank_breaks_the_group(late, place):
             return connect(*args)
 
         if group.rank == late:
-            control.exchange = come_late if late < 2 else come
+            joining.exchange = come_late if late < 2 else come
             Listener.connect = connect_late if late == 2 else connect
         if group.rank == 3:
             until(lambda: there.exists() and all(each.exists() for each in begun))
@@ -127,10 +126,9 @@ def test_who_comes_to_be_joined_as_the_group_breaks_waits_for_nobody(tmp_path, l
     [(["x", "x", "x", "x"], {2}), (["x", "x", "x", "y"], set()), (["", "", "", ""], set())],
 )
 def test_ranks_of_a_host_meet_if_all_ranks_have_the_same_machine_code(kinds, near):
-    own = joining._Joining(store=None, rank=0, ranks=range(4), timeout=1.0, name="a", where=None)
     hosts = ["red", "blue", "red", "blue"]
-    said = [control.Statement(*each, "", {}) for each in zip(hosts, kinds, strict=True)]
-    assert own._who_meets(said) == near
+    said = [joining.Statement(*each, "", {}) for each in zip(hosts, kinds, strict=True)]
+    assert joining.who_meets(said, 0) == near
 
 
 def leaves_as_it_is_connected():
@@ -196,7 +194,7 @@ def test_the_host_of_a_store_is_not_to_blame_for_sockets_nor_where_there_is_none
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(joining, "join_links", fail)
+    monkeypatch.setattr(joining, "exchange", fail)
     monkeypatch.setattr(joining, "HELD_UP", 0.1)
     store = made()
     with pytest.raises(

@@ -60,13 +60,13 @@ class Meter:
     def lease(self, nbytes):
         lease = self._lease(nbytes)
         with self._lock:
-            self.leased[lease.tensor.data_ptr()] = nbytes
+            self.leased[lease.tensor.untyped_storage().data_ptr()] = nbytes
             self.most = max(self.most, sum(self.leased.values()))
         return lease
 
     def take_back(self, block):
         with self._lock:
-            del self.leased[block.data_ptr()]
+            del self.leased[block.untyped_storage().data_ptr()]
         self._take_back(block)
 
 

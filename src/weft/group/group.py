@@ -185,14 +185,12 @@ class Group:
             session.traffic.count_bytes([*zip(ranks, lengths, strict=True)])
         return Telling(session, [*near, *far], meeting, messages, opens=opens)
 
-    def all_gather_bytes(
-        self, message: bytes, decode: Callable[[bytes], T], what: str = "a message"
-    ) -> list[T]:
+    def all_gather_bytes(self, message: bytes, decode: Callable[[bytes], T]) -> list[T]:
         """Exchange messages of one length between all ranks; the decoded messages, in rank order.
 
         Args:
             message: this rank's; all have the same length.
-            decode, what: as for `decode`.
+            decode: as for `decode`.
 
         Raises:
             WireError: the deadline passed, or a peer or a link failed.
@@ -203,7 +201,7 @@ class Group:
         messages = [each.numpy().tobytes() for each in pending.wait()]
         pending.release()
         messages.insert(self.rank, message)
-        return [self.decode(rank, what, decode, each) for rank, each in enumerate(messages)]
+        return [self.decode(rank, "a message", decode, each) for rank, each in enumerate(messages)]
 
     def lease(self, nbytes: int) -> Lease:
         """Workspace that is best to send from: peers of this host read it where it lies.

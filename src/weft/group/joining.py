@@ -1,4 +1,7 @@
-"""Ranks that share a store become a group: links first, then the wire, and who failed to come.
+"""Ranks that share a store become a group: sockets first, then the wire, and who failed to come.
+
+At the store each rank says where it listens. If a rank is in trouble, every rank raises the same.
+Then two sockets join every two ranks (`tcp.listener`): one for control links, one for the wire.
 
 weft's traffic never mixes with the caller's: a group has sockets of its own, made from the store
 alone (never `new_group`, whose names and order the caller would have to keep).
@@ -6,12 +9,14 @@ alone (never `new_group`, whose names and order the caller would have to keep).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
@@ -19,11 +24,10 @@ from ..base import watch
 from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
 from ..base.pace import patient
-from ..failure.control import Statement, join_links
 from ..failure.detector import Detector
-from ..failure.links import ControlLinks
+from ..failure.links import ControlLinks, SocketLinks
 from ..failure.verdict import SAME_ORDER, in_the_job
-from ..rendezvous.address import server_of
+from ..rendezvous.address import own_address, server_of
 from ..rendezvous.machine import own_host
 from ..rendezvous.store import (
     HELD_UP,
@@ -31,15 +35,27 @@ from ..rendezvous.store import (
     Failure,
     Look,
     SilentStoreError,
+    exchange,
     first_to_fail,
     pauses,
 )
 from ..rendezvous.world import own_rank
-from ..wire.tcp.listener import Sockets
-from ..wire.tcp.wire import alone, make
+from ..wire.tcp.listener import (
+    LANES,
+    STRANGERS,
+    Endpoint,
+    Listener,
+    Sockets,
+    check_nothing,
+    make_room,
+)
+from ..wire.tcp.meeting import architecture
+from ..wire.tcp.wire import TcpWire, alone, make
 from .group import Group
 from .session import Session
 
+PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
+_BUFFER = 1 << 17  # bytes that a control link takes at once, whatever its peer does
 _NEWS = 1.0  # seconds after which what another rank was told is known here, too
 
 Where = Callable[[Sequence[int]], str]
@@ -92,6 +108,23 @@ def connect(
     return Group(joining.session())
 
 
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a rank says at the store.
+
+    Attributes:
+        host: the name of its host.
+        kind: of the machine code that ranks of a host meet by; "": it has none.
+        trouble: why it cannot be joined, or "".
+        endpoint: where it listens, as the values of an `Endpoint`; empty: nowhere.
+    """
+
+    host: str
+    kind: str
+    trouble: str
+    endpoint: dict[str, object]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Joining:
     """One rank that is being joined to others; collective. All raise what `connect` raises.
@@ -99,7 +132,7 @@ class _Joining:
     Attributes:
         ranks: all of them, by their numbers in the job.
         deadline: when joining as a whole is over, by `time.monotonic`.
-        look: that of `join_links`.
+        look: called until all have come and are connected; raises once one is known not to come.
         store, rank, timeout, name, where: as for `connect`.
     """
 
@@ -126,7 +159,9 @@ class _Joining:
             trouble = str(error)  # which all ranks raise, once they have met
         self.deadline = time.monotonic() + self.timeout
         if self.size == 1:
-            return self._session_alone(trouble)
+            if trouble:
+                raise WeftError(f"{own_rank()}{trouble}")
+            return self._session_over(alone(), [own_host()], None, self.store)
         space, links, sockets, statements = self._meet(trouble)
         detector = Detector(self.rank, self.timeout, links, slow, global_ranks=self.ranks)
         try:
@@ -134,7 +169,7 @@ class _Joining:
             wire = make(
                 self.rank,
                 sockets,
-                self._who_meets(statements),
+                who_meets(statements, self.rank),
                 functools.partial(detector.exchange, until=self.deadline),
                 self.deadline,
             )
@@ -152,49 +187,72 @@ class _Joining:
                 text = f"rank {self.rank}: it has no part in group {self.name!r}: {in_words(error)}"
                 raise WireError(text, rank=self.rank, culprit=self.rank) from error
             raise
+        return self._session_over(wire, [each.host for each in statements], detector, space)
+
+    def _session_over(
+        self, wire: TcpWire, hosts: Sequence[str], detector: Detector | None, space: dist.Store
+    ) -> Session:
         return Session(
             wire,
             self.timeout,
-            [each.host for each in statements],
+            hosts,
             detector=detector,
             join=functools.partial(_join_part, space),
             global_ranks=self.ranks,
         )
 
-    def _session_alone(self, trouble: str) -> Session:
-        """The session of one rank, which opens nothing."""
-        if trouble:
-            raise WeftError(f"{own_rank()}{trouble}")
-        return Session(
-            alone(),
-            self.timeout,
-            [own_host()],
-            detector=None,
-            join=functools.partial(_join_part, self.store),
-            global_ranks=self.ranks,
-        )
-
     def _meet(self, trouble: str) -> tuple[dist.Store, ControlLinks, Sockets, list[Statement]]:
-        """Meet the others at the store: the part of it that these ranks have, and `join_links`."""
+        """Meet the others at the store: the part of it that these ranks have, and `_connected`."""
         space = None
         try:
             store = AnsweringStore(self.store, self.deadline)
             generation = store.add(f"weft/{self.name}/{self.rank}", 1)
             space = dist.PrefixStore(f"weft/{self.name}/{generation}", self.store)
-            return space, *join_links(space, self.rank, self.size, self.timeout, trouble, self.look)
+            return space, *self._connected(space, trouble)
         except WireError:  # of `look`
             raise
         except (RuntimeError, OSError) as error:  # of the store, of the sockets
             self._look_for_news(error)
             raise self._not_joined(error, space) from error
 
-    def _who_meets(self, statements: Sequence[Statement]) -> set[int]:
-        """The others of this host, if all ranks have the same machine code to meet by."""
-        own = statements[self.rank]
-        if {each.kind for each in statements} != {own.kind} or not own.kind:
-            return set()
-        near = {rank for rank, each in enumerate(statements) if each.host == own.host}
-        return near - {self.rank}
+    def _connected(
+        self, space: dist.Store, trouble: str
+    ) -> tuple[ControlLinks, Sockets, list[Statement]]:
+        """This rank's control links, its sockets for messages, and what each rank has said."""
+        look = self.look
+        # a rank that is connected leaves only when all others are, too
+        check = check_nothing if look is None else functools.partial(look, lambda: range(self.size))
+        with contextlib.ExitStack() as stack:
+            endpoint: dict[str, object] = {}
+            try:
+                trouble = trouble or make_room(self.size - 1) or ""
+                backlog = len(LANES) * self.size + STRANGERS
+                listener = stack.enter_context(Listener(own_address(space), backlog, own_host()))
+                endpoint = asdict(listener.endpoint)
+            except OSError as error:
+                trouble = trouble or f"it cannot listen: {error}"
+            own = asdict(Statement(own_host(), architecture(), trouble, endpoint))
+            place = self.rank, self.size
+            values = exchange(space, "statement", own, *place, self.timeout, "did not join", look)
+            statements = [Statement(**each) for each in values]
+            self._raise_trouble(statements, space)  # also where this one cannot listen
+            peers = {}
+            for peer, each in enumerate(statements):
+                if peer != self.rank:
+                    peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's
+            messages, control = listener.connect(self.rank, peers, self.deadline, check)
+        for sock in control.values():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        return SocketLinks(control), messages, statements
+
+    def _raise_trouble(self, statements: Sequence[Statement], space: dist.Store) -> None:
+        """Raise the trouble of the first rank that has any, on every rank."""
+        for peer, each in enumerate(statements):
+            if each.trouble:
+                # the store may end with this program: first all ranks have read the statements
+                with contextlib.suppress(RuntimeError, AbsentError):  # of one that has died since
+                    exchange(space, "read", "", self.rank, self.size, PATIENCE, "")
+                raise WeftError(f"rank {peer}: {each.trouble}")
 
     def _look_for_news(self, error: Exception) -> None:
         """Raise the news that has ended the wait too early, as soon as this rank has it.
@@ -251,6 +309,15 @@ class _Joining:
         said = str(error).splitlines()[0]
         why = f"the store failed ({said}): is {host} gone or stopped, or was this rank stopped?"
         return why, culprit
+
+
+def who_meets(statements: Sequence[Statement], rank: int) -> set[int]:
+    """The others of a rank's host, if all ranks have the same machine code to meet by."""
+    own = statements[rank]
+    if {each.kind for each in statements} != {own.kind} or not own.kind:
+        return set()
+    near = {peer for peer, each in enumerate(statements) if each.host == own.host}
+    return near - {rank}
 
 
 def _join_part(space: dist.Store, ranks: tuple[int, ...], name: str, parent: Session) -> Session:
