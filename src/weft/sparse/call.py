@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,27 +118,7 @@ class Call:
             op=OPS["sum"] if self.op.mean else self.op,
             dtype=self.partial,
             divisor=1,
-            sizes=self.sizes.of_partials(),
-        )
-
-    def among(
-        self, group: Group, sizes: Sizes, header: Header | None = None, **changes: Any
-    ) -> Call:
-        """The call of a step, whose ranks have not told how many rows they bring.
-
-        Args:
-            group: of these ranks.
-            sizes: that they have.
-            header: of these ranks together, if it is another than that of the call.
-            changes: `place` and `ready`, if the result is not that of the call.
-        """
-        return replace(
-            self,
-            group=group,
-            sizes=sizes,
-            header=header or self.header,
-            headers=(),
-            **changes,
+            sizes=self.sizes.but(row=self.sizes.partial),
         )
 
     def result(self, count: int) -> Rows:

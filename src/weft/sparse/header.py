@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..base.memory import memory_of, numbers_of
+from ..base.memory import memory_of, numbers_of, typed
 from ..call.statement import room
 from .rows import Rows
 
@@ -35,7 +35,6 @@ _GOLDEN = 40503  # of 65,536: multiples of it, modulo that, lie evenly
 # if rows follow, -1 and the bytes of an index. 48 bytes, so that rows are aligned
 _FIXED = struct.Struct("<2q2B6xqB15x")
 _FIELDS = 4
-_WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes
 _GRAIN = 16  # bytes: values begin at a multiple
 _MOST = 1 << 44  # rows that all ranks together may have: more than fit in any memory
 
@@ -71,12 +70,13 @@ class Header(NamedTuple):
         most = _STATED // ranks
         begins = shares(indices.numel(), max(1, most))
         places = begins[:-1]
+        weights = begins[1:] - places
         if most < POINTS:
             phase = rank * _GOLDEN % 65536  # of 65,536: from the first to the last
-            places = places + (np.diff(begins) * phase >> 16)
+            places = places + (weights * phase >> 16)
         return self._replace(
             points=numbers_of(indices)[places].astype(np.int64),
-            weights=np.diff(begins),
+            weights=weights,
             rows=None,
         )
 
@@ -141,19 +141,17 @@ class Header(NamedTuple):
             header = cls(total, highest, rate, compiled, rows=rows)
             is_valid = moves or kernels.ascends(rows.indices, highest)
         else:
-            gaps = np.frombuffer(body[_FIXED.size :], _WIDTHS[width]).astype(np.int64)
-            weights = np.diff(shares(total, points))
+            gaps = np.frombuffer(body[_FIXED.size :], f"u{width}").astype(np.int64)
+            begins = shares(total, points)
+            weights = begins[1:] - begins[:-1]
             header = cls(total, highest, rate, compiled, gaps.cumsum(), weights)
-            is_valid = gaps.size == points == header.weights.size
-            is_valid &= not points or header._ascends()
+            # points ascend to the largest index; not, if a sum of gaps overflowed
+            ends = np.concatenate([[0], header.points, [highest]])
+            ascends = not points or bool((ends[1:] >= ends[:-1]).all())
+            is_valid = gaps.size == points == weights.size and ascends
         if not is_valid:
             raise ValueError("no rank can have such rows")
         return header
-
-    def _ascends(self) -> bool:
-        """Whether points ascend to the largest index."""
-        ends = np.concatenate([[0], self.points, [self.highest]])
-        return bool((ends[1:] >= ends[:-1]).all())  # not, if a sum of gaps overflowed
 
     @classmethod
     def of_all(cls, headers: Sequence[Header]) -> Header:
@@ -185,8 +183,8 @@ def _rows_in(
     if start + count * math.prod(row_shape) * dtype.itemsize != body.nbytes:
         raise ValueError(f"{count} rows in {body.nbytes} bytes")
     memory = torch.frombuffer(body, dtype=torch.uint8)
-    indices = memory[_FIXED.size : _FIXED.size + count * index.itemsize].view(index)
-    return Rows(indices, memory[start:].view(dtype).view(count, *row_shape))
+    indices = typed(memory, (count,), index, _FIXED.size)
+    return Rows(indices, typed(memory, (count, *row_shape), dtype, start))
 
 
 def shares(count: int, points: int) -> Longs:

@@ -180,11 +180,6 @@ class SparseReduceScatter:
         }
         self.union = kernels.union(self._runs)
 
-    @property
-    def indices(self) -> Tensor:
-        """The indices that this rank owns."""
-        return self.union.indices
-
     def send_rest(self) -> None:
         """Send all values that were not sent yet."""
         self._send(self._rest)
@@ -228,7 +223,7 @@ def reduce_to_owners(
     scatter.start()
     scatter.receive_lists()
     scatter.send_rest()
-    result = made.result_at(scatter.indices)
+    result = made.result_at(scatter.union.indices)
     for _ in scatter.sums(made, result.values):
         pass
     scatter.finish()

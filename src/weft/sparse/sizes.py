@@ -56,10 +56,6 @@ class Sizes:
         """These sizes, with some of them changed."""
         return Sizes(**{**vars(self), **changes})
 
-    def of_partials(self) -> Sizes:
-        """The sizes of a call whose rows are partial sums."""
-        return self.but(row=self.partial)
-
     @property
     def incoming(self) -> int:
         """Bytes of the values of a row that a rank has, and sends to who sums it."""
@@ -127,7 +123,3 @@ class Sizes:
     def begins_in_hosts(self) -> bool:
         """Whether `split` sums within hosts first."""
         return self.hosts is not None and 1 < len(self.hosts.ranks) < self.ranks
-
-    def in_host(self, ranks: int) -> Sizes:
-        """The sizes among so many ranks of a host."""
-        return self.but(ranks=ranks, hosts=Hosts((0,) * ranks), gaps=False)

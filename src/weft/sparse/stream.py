@@ -37,7 +37,6 @@ from ..wire.interface import Lease
 from . import codec
 from .call import Call
 from .rows import Rows
-from .sizes import Sizes
 
 T = TypeVar("T")
 
@@ -53,12 +52,6 @@ def source_of(values: Tensor) -> Source:
 
 _SLOTS = 8  # chunks that one inflow has posted ahead, at most
 _WINDOW = 48 << 20  # bytes that all inflows of a rank have posted ahead, at least 2 chunks each
-
-
-def window(sizes: Sizes) -> int:
-    """Chunks that are received from a peer ahead of the merge."""
-    fair = _WINDOW // max(1, sizes.ranks - 1) // max(1, sizes.chunk)
-    return max(2, min(_SLOTS, fair))
 
 
 class IndexLists:
@@ -168,7 +161,9 @@ class Inflow:
 
     def start(self) -> Self:
         """Post the receives of the first chunks."""
-        ahead = window(self._call.sizes)
+        sizes = self._call.sizes
+        fair = _WINDOW // max(1, sizes.ranks - 1) // max(1, sizes.chunk)
+        ahead = max(2, min(_SLOTS, fair))
         while self._to_post and len(self._posted) < ahead:
             self._post()
         return self

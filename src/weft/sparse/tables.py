@@ -129,7 +129,11 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
         calls = [kind.request() for kind in kinds]
     done = [run.reduced(group, call) for call in calls]
     results = [(kind, rows) for kind, (rows, _) in zip(kinds, done, strict=True)]
-    begin = [kind.begins(rows) for kind, rows in results if kind.tall]
+    begin = [
+        torch.searchsorted(rows.indices, there(kind.starts, rows.indices))
+        for kind, rows in results
+        if kind.tall
+    ]
     places = iter(read(group, torch.cat(begin)) if begin else ())
     parts = {table: _no_rows(request.rows) for table, request in enumerate(requests)}
     for kind, rows in results:
@@ -191,12 +195,12 @@ class _Kind(NamedTuple):
         memory = fresh((len(keys), *self.row_shape), shaped[0].dtype, keys.device)
         return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
 
-    def begins(self, result: Rows) -> Tensor:
-        """The place in the result where the rows of each table begin, and the end of the last."""
-        return torch.searchsorted(result.indices, there(self.starts, result.indices))
-
     def parts(self, result: Rows, places: Iterator[int]) -> dict[int, Rows]:
-        """The rows of each table. If the kind is tall, the next of `places` are its own."""
+        """The rows of each table.
+
+        If the kind is tall, the next of `places` say where in the result each table begins, and
+        where the last one ends.
+        """
         if not self.tall:
             return {self.tables[0][0]: result}
         keys = result.indices.long()

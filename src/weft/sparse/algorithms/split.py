@@ -37,6 +37,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...base.memory import typed
+from ...schedules.hosts import Hosts
 from ..call import Call
 from ..canonical import CanonicalRows
 from ..choose import between_hosts
@@ -63,7 +64,7 @@ def _summed_by_all(rows: CanonicalRows, call: Call) -> Rows:
     scatter.receive_lists()
 
     # what will be summed here is told to all, ahead of the bulk of the values
-    share.send_list(scatter.indices)
+    share.send_list(scatter.union.indices)
     scatter.send_rest()
 
     # now the result's size is known, and the place of everybody's sums in it; these go to all
@@ -81,7 +82,9 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
     hosts, places = call.sizes.ranks_of_hosts, call.sizes.places_of_hosts
     host = next(ranks for ranks in hosts if group.rank in ranks)
     place = host.index(group.rank)
-    within = call.among(group.subset(host), call.sizes.in_host(len(host)))
+    # in a step no rank has told how many rows it brings
+    in_host = call.sizes.but(ranks=len(host), hosts=Hosts((0,) * len(host)), gaps=False)
+    within = replace(call, group=group.subset(host), sizes=in_host, headers=())
     distribution = call.distribution
     bounds = balanced_bounds(distribution, group.size, places)
     share = Share(call, within)
@@ -100,8 +103,14 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
         if place < places:
             of_place = group.subset([ranks[place] for ranks in hosts])
             line, sizes = between_hosts(call.sizes)
-            header = distribution.within(bounds[place], bounds[place + 1])
-            among = call.among(of_place, sizes, header, place=share.place, ready=share.send)
+            among = replace(
+                within,
+                group=of_place,
+                sizes=sizes,
+                header=distribution.within(bounds[place], bounds[place + 1]),
+                place=share.place,
+                ready=share.send,
+            )
             ALGORITHMS[line.algorithm](CanonicalRows.of(sums, group.memory), among)
         else:
             share.place(sums.indices)

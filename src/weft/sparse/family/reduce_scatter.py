@@ -107,6 +107,7 @@ def sparse_reduce_scatter(
     """
     group = default.resolve(group)
     bounds: list[int] = []
+    chosen: tuple[int, ...] = ()
 
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         line = sibling(call, "reduce_scatter")
@@ -124,25 +125,16 @@ def sparse_reduce_scatter(
     with preparing(group, _NAME) as call:
         call.is_async = truth("async_op", async_op)
         request = Request.asked(op, NO_CHOICE, wire_dtype)
-        chosen = _take_ranges(request, ranges, group.size)
+        request.fields["ranges"] = "balanced"
+        if ranges is not None:
+            chosen = _checked(ranges, group.size)
+            short = f"{chosen[0]} ... {chosen[-1]}, of {len(chosen)} bounds"
+            request.fields["ranges"] = summed_up(", ".join(map(str, chosen)), _SHOWN, short)
+            request.wrong_ends = functools.partial(_outside, chosen)
         request = request.given(rows).look()
         call.job = job
         call.device = request.device
     return call.start()
-
-
-def _take_ranges(
-    request: Request, ranges: Sequence[int] | None, size: int
-) -> tuple[int, ...] | None:
-    """The ranges as integers, which become part of the fingerprint; None: balanced ones."""
-    if ranges is None:
-        request.fields["ranges"] = "balanced"
-        return None
-    chosen = _checked(ranges, size)
-    short = f"{chosen[0]} ... {chosen[-1]}, of {len(chosen)} bounds"
-    request.fields["ranges"] = summed_up(", ".join(map(str, chosen)), _SHOWN, short)
-    request.wrong_ends = functools.partial(_outside, chosen)
-    return chosen
 
 
 def sums_in(bounds: Sequence[int], rows: CanonicalRows, call: Call) -> Rows:
