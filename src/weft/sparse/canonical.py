@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..base.memory import Pool, typed
 from ..kernels import Distinct
-from ..kernels.ops import OPS, Op
+from ..kernels.ops import Op
 from ..wire.interface import Lease
 from .rows import Rows
 
@@ -28,30 +28,24 @@ class CanonicalRows:
     """
 
     def __init__(
-        self, rows: Rows, distinct: Distinct, op: Op, dtype: torch.dtype, memory: Pool
+        self, rows: Rows, distinct: Distinct | None, op: Op, dtype: torch.dtype, memory: Pool
     ) -> None:
         """
         Args:
             rows: as they were given.
-            distinct: made of their indices.
+            distinct: made of their indices; None: they are canonical, or only move.
             op: combines duplicates.
             dtype: in which values are sent.
             memory: from which they are leased, unless the given ones are canonical already.
         """
-        self.indices = distinct.indices
+        self.distinct = distinct or Distinct(rows.indices.contiguous(), None, None)
+        self.indices = self.distinct.indices
         self._given = rows.values
-        self.distinct = distinct
         self._op = op
         self._dtype = dtype
         self._memory = memory
         self._lease: Lease | None = None
         self._values: Tensor | None = None
-
-    @classmethod
-    def of(cls, rows: Rows, memory: Pool) -> CanonicalRows:
-        """Rows that are canonical, in the dtype in which they are sent."""
-        distinct = Distinct(rows.indices, None, None)
-        return cls(rows, distinct, OPS["sum"], rows.values.dtype, memory)
 
     def __len__(self) -> int:
         return self.indices.numel()

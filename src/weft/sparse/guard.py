@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..base.tensors import has_elements, lacking
@@ -31,8 +30,9 @@ def guarded(op: Op, raised: list[BaseException]) -> Op:
                 raise TypeError(f"op returned a {type(both).__name__}, not a tensor")
             if not has_elements(both):
                 raise ValueError(f"op returned a tensor that is {lacking(both)}")
-            if _kind(both) != _kind(left):
-                result, operands = map(_in_words, (both, left))
+            result = _kind(both)
+            operands = _kind(left)
+            if result != operands:
                 raise ValueError(f"op returned {result} for two operands of {operands}")
         except BaseException as error:
             raised.append(error)
@@ -42,9 +42,5 @@ def guarded(op: Op, raised: list[BaseException]) -> Op:
     return replace(op, function=combine)
 
 
-def _kind(values: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return values.shape, values.dtype, values.device
-
-
-def _in_words(values: Tensor) -> str:
+def _kind(values: Tensor) -> str:
     return f"{tuple(values.shape)} of {values.dtype} on {values.device}"

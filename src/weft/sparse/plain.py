@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,23 +83,21 @@ def look(verbs: Verbs, request: Request) -> None:
             request.distinct = kinds.distinct(count, repeats)
 
 
-def heard(group: Group, request: Request, name: str, device: str) -> tuple[Verbs, Request]:
-    """The verbs, and the request, of a rank that has learnt where rows are; collective.
+def heard(group: Group, name: str, said: str) -> tuple[Verbs, torch.device]:
+    """The verbs, and the device, of a rank that has learnt where rows are; collective.
 
     All ranks open the call again, those that knew, too: some may have no such device.
 
     Args:
-        group, request: of the call.
+        group: of the call.
         name: of the call.
-        device: as the opening said.
+        said: what the opening said of the device.
     """
     with preparing(group, name):
-        own = own_device(device.partition(" ")[0])
-        verbs = verbs_of(group, own) or PostedVerbs(group, carried_by(None))
-        rows = request.rows
-        there = Rows(rows.indices.to(own), rows.values.to(own), rows.height)
+        device = own_device(said.partition(" ")[0])
+        verbs = verbs_of(group, device) or PostedVerbs(group, carried_by(None))
     opened(group, name, {"device": verbs.name})
-    return verbs, replace(request, rows=there)
+    return verbs, device
 
 
 def line_of(verbs: Verbs, call: Call) -> Line:
@@ -124,7 +121,7 @@ def summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> Rows:
     """The sum of all ranks' rows, canonical; collective."""
     given = call.given
     if not call.sizes.total:
-        return Rows(given.indices[:0], given.values[:0], given.height)
+        return given
     if _is_small(verbs, call):
         indices, values = _table_summed(verbs, rows, call)
     else:

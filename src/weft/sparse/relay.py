@@ -62,8 +62,6 @@ class Relay:
         self._call = call
         self._group = call.group
         self._counts = counts
-        self._left = left_of(call.group)
-        self._right = right_of(call.group)
         self.rows = relay_rows(call.sizes, longest)
         self._chunks = -(-longest // self.rows)  # of the rank with most
         self.steps = self._chunks + len(counts) - 1 if self._chunks else 0
@@ -87,7 +85,7 @@ class Relay:
 
     def send(self, step: int, slot: Tensor) -> None:
         """Send the chunk in a slot to the right."""
-        self._sent[step].append(self._group.post([(self._right, slot)], (), SUMS))
+        self._sent[step].append(self._group.post([(right_of(self._group), slot)], (), SUMS))
 
     def turn(self, step: int) -> Iterator[tuple[int, int, Tensor]]:
         """Receive what was sent in the step before, and send it on.
@@ -123,7 +121,7 @@ class Relay:
         for distance in range(nearest, farthest + 1):
             slot = self._slot(step, distance)
             if slot is not None:
-                pending = self._group.post((), [(self._left, slot)], SUMS)
+                pending = self._group.post((), [(left_of(self._group), slot)], SUMS)
                 posted.append((distance, slot, pending))
 
     def _origin(self, distance: int) -> int:

@@ -39,7 +39,6 @@ NOTHING = Rows(
 WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `wire_dtype` may be beside None."""
 
-_NONE = kernels.Distinct(NOTHING.indices, None, None)
 _MOVE = object()  # the op of a call that moves
 NO_CHOICE = object()
 """The algorithm of a call that has no choice of one, whatever the environment says."""
@@ -53,8 +52,8 @@ class Request:
 
     Attributes:
         rows: the rows to be reduced or moved.
-        distinct: their indices sorted, each once, and where the duplicates are; of tensors of the
-            CPU, if rows are combined.
+        distinct: their indices sorted, each once, and where the duplicates are, once found; None of
+            rows that only move, and without rows.
         highest: the largest index, once found; -1 without rows.
         moves: the call only moves rows: they are neither sorted nor combined, and of any dtype. A
             rank without rows need not know their dtype and shape.
@@ -68,7 +67,7 @@ class Request:
     """
 
     rows: Rows = NOTHING
-    distinct: kernels.Distinct = _NONE
+    distinct: kernels.Distinct | None = None
     highest: int = -1
     moves: bool = False
     op: Op = OPS["sum"]
@@ -151,7 +150,7 @@ class Request:
     def of_rows(self, rows: Rows) -> Request:
         """The same call for other, valid rows, whose values have the same dtype."""
         fields = self.fields | _fields(rows)
-        return replace(self, rows=rows, distinct=_NONE, fields=fields).look()
+        return replace(self, rows=rows, distinct=None, fields=fields).look()
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
@@ -337,8 +336,13 @@ def operation(op: object) -> Op:
     return Op(name, op, builtin=False)
 
 
-def informed(request: Request, opening: Opening) -> Request:
+def informed(request: Request, opening: Opening, device: torch.device) -> Request:
     """The request of a rank without rows: of the others' kind, as far as it is known.
+
+    Args:
+        request: as this rank has it.
+        opening: of the call.
+        device: where the others' rows are.
 
     Raises:
         WireError: a field of the opening cannot be read.
@@ -356,7 +360,6 @@ def informed(request: Request, opening: Opening) -> Request:
         dtype = opening.field("value dtype", dtype_in)
         said = opening.fields["height"]
         height = opening.field("height", int) if said.isdigit() else None
-    device = rows.values.device
     indices = torch.empty(0, dtype=index, device=device)
     values = torch.empty((0, *row_shape), dtype=dtype, device=device)
     sent_as = travelling(dtype, request.rounded)

@@ -66,12 +66,13 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
         body = header.pack()
     opening = opened(group, name, {"device": carried_by(verbs), **request.fields}, body)
     # from here on every rank knows the same of the call
-    device = opening.fields["device"]
-    if device != carried_by(verbs):  # as a rank learns that had said nothing of it
-        verbs, request = plain.heard(group, request, name, device)
+    device = request.device
+    said = opening.fields["device"]
+    if said != carried_by(verbs):  # as a rank learns that had said nothing of it
+        verbs, device = plain.heard(group, name, said)
     known: Header | None = header
     if not header.total:
-        request = informed(request, opening)
+        request = informed(request, opening, device)
         rows = _canonical(request, group.memory)
         known = None  # whose rows were of another kind
     unpack = partial(Header.unpack, moves=request.moves)
@@ -101,11 +102,7 @@ def _verbs_for(group: Group, request: Request) -> Verbs | None:
 
 def _canonical(request: Request, memory: Pool) -> CanonicalRows:
     """This rank's rows as an algorithm gets them; rows that only move stay in their order."""
-    rows = request.rows
-    distinct = request.distinct
-    if request.moves or not len(rows):
-        distinct = kernels.Distinct(rows.indices.contiguous(), None, None)
-    return CanonicalRows(rows, distinct, request.op, request.dtype, memory)
+    return CanonicalRows(request.rows, request.distinct, request.op, request.dtype, memory)
 
 
 def _header(group: Group, request: Request, rows: CanonicalRows, verbs: Verbs | None) -> Header:

@@ -252,7 +252,6 @@ class Ring:
         self._memory = memory
         self._channel = channel
         self._direct = call.sizes.sends_directly(nbytes)
-        self._left = left_of(group)
         self._right = right_of(group)
         self._to = group.peers if self._direct else [self._right][: group.size - 1]
         self._here = [0] * group.size  # rows of each origin that were received
@@ -274,7 +273,7 @@ class Ring:
                 self._posted.append((some, group.post((), some, self._channel)))
         else:
             for origin, chunk in chain(*flows):
-                pending = group.post((), [(self._left, chunk)], self._channel)
+                pending = group.post((), [(left_of(group), chunk)], self._channel)
                 self._posted.append(([(origin, chunk)], pending))
         return self
 

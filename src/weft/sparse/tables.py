@@ -135,7 +135,7 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
         if kind.tall
     ]
     places = iter(read(group, torch.cat(begin)) if begin else ())
-    parts = {table: _no_rows(request.rows) for table, request in enumerate(requests)}
+    parts = {table: request.rows for table, request in enumerate(requests)}  # if nobody has rows
     for kind, rows in results:
         parts |= kind.parts(rows, places)
     note(group, _record_of_list(group, [record for _, record in done]))
@@ -251,11 +251,6 @@ def _kinds(
             raise conclusion(f"table {most}: {text}")
         kinds.append(kind)
     return kinds
-
-
-def _no_rows(rows: Rows) -> Rows:
-    """The result of a table without rows on any rank."""
-    return Rows(rows.indices[:0], rows.values.new_empty(0, *rows.row_shape), rows.height)
 
 
 def _agreed_tables(

@@ -111,7 +111,8 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
                 place=share.place,
                 ready=share.send,
             )
-            ALGORITHMS[line.algorithm](CanonicalRows.of(sums, group.memory), among)
+            own = CanonicalRows(sums, None, call.op, call.partial, group.memory)
+            ALGORITHMS[line.algorithm](own, among)
         else:
             share.place(sums.indices)
 
