@@ -17,7 +17,6 @@ results where tables begin. All tables of a list must be on one device.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,8 +54,6 @@ _SHORT = 2**31  # keys below fit in int32
 _NUMBERS = 2
 """What a rank states of a table: a digest of what must be equal, also of its row shape, and the
 largest index, -1 if the rank has no rows of it."""
-
-_KEPT = 1 << 12  # digests that are kept: training makes the same calls
 
 
 def requests_of(rows: list[Any], of_all: Request) -> list[Request]:
@@ -144,9 +141,9 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
 
 def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
     """One record of the calls for all tables; without any no rank has rows."""
-    if not records and group.size == 1:
-        return Record.of(group, ALONE, "the group has one rank")
     if not records:
+        if group.size == 1:
+            return Record.of(group, ALONE, "the group has one rank")
         why = "no rank has rows, and nothing is sent after ranks have said so"
         return Record.of(group, EAGER, why)
     return replace(
@@ -310,10 +307,6 @@ def _numbers_in(body: memoryview, tables: int) -> NDArray[np.int64]:
 
 def _digest(request: Request) -> int:
     """An int64 that tells apart what must be equal on all ranks of a table."""
-    return _digest_of(str(request.fields | {"row shape": tuple(request.rows.row_shape)}))
-
-
-@functools.lru_cache(_KEPT)
-def _digest_of(text: str) -> int:
-    code = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    fields = request.fields | {"row shape": tuple(request.rows.row_shape)}
+    code = hashlib.blake2b(str(fields).encode(), digest_size=8).digest()
     return int.from_bytes(code, "little", signed=True)

@@ -33,7 +33,7 @@ from ..rows import Rows
 from ..run import merge_eager, performed, sibling
 
 _NAME = "sparse_reduce_scatter"
-_SHOWN = 160  # characters of ranges that are compared as they are; longer ones by a digest
+_SHOWN = 9  # bounds that are compared as they are; longer ranges by a digest
 
 
 @overload
@@ -128,8 +128,10 @@ def sparse_reduce_scatter(
         request.fields["ranges"] = "balanced"
         if ranges is not None:
             chosen = _checked(ranges, group.size)
-            short = f"{chosen[0]} ... {chosen[-1]}, of {len(chosen)} bounds"
-            request.fields["ranges"] = summed_up(", ".join(map(str, chosen)), _SHOWN, short)
+            text = ", ".join(map(str, chosen))
+            if len(chosen) > _SHOWN:
+                text = summed_up(text, 0, f"{chosen[0]} ... {chosen[-1]}, of {len(chosen)} bounds")
+            request.fields["ranges"] = text
             request.wrong_ends = functools.partial(_outside, chosen)
         request = request.given(rows).look()
         call.job = job
