@@ -61,9 +61,6 @@ def test_what_does_not_fit_is_refused():
     slots = torch.tensor([-1, -3], dtype=torch.int32)
     with pytest.raises(ValueError, match="2 slots"):
         kernels.combine(torch.empty(3, 4), slots, torch.ones(1, 4), OPS["sum"])
-    two_dtypes = [torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bfloat16)]
-    with pytest.raises(ValueError, match=r"rows of one shape and of torch\.float32"):
-        kernels.combine_runs(torch.empty(3, 4), [slots, slots], two_dtypes, OPS["sum"])
     with pytest.raises(IndexError, match="1 of 2 rows belong outside of places 0 to 1"):
         kernels.combine(torch.empty(2, 4), slots, torch.ones(2, 4), OPS["sum"])
     with pytest.raises(IndexError, match="outside of places 1 to 3"):

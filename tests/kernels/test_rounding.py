@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import kernels
-from weft.kernels import cpu, jit, reference
+from weft.kernels import jit, reference
 from weft.kernels.ops import OPS
 
-CODE = jit.loops()
+assert jit.loops() is not None, jit.describe()
 HALVES = [torch.float16, torch.bfloat16]
 WIDE = [torch.float32, torch.float64]
 
@@ -36,8 +36,6 @@ def test_what_is_to_be_sent_is_reduced_and_rounded(op, dst, seed, width, some):
         if src is torch.float32:
             reference.reduce(values, found, OPS[op], want)
             assert torch.equal(got, want)
-            served = cpu.reduce(CODE, values, found, OPS[op], want)
-            assert served == (op == "sum") and torch.equal(got, want)
         some = torch.tensor([4, 2, 3], dtype=torch.int32)
         piece = got[:3].clone()
         served = kernels.reduce_some(values, found, OPS[op], some, piece)

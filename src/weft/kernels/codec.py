@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..base.memory import numbers_of
 from . import jit
-from .cpu import KINDS
+from .indices import INDICES
 
 _BLOCK = 256  # gaps that share a width
 _WIDEST = 52  # the greatest width:
@@ -46,31 +46,23 @@ class IndexCode:
 
     Attributes:
         widths: uint8, of each block of gaps.
-        remainders: words of remainders, the word of zeros behind them included.
+        start: bytes before the remainders.
+        unary: bytes before the unary parts.
         most: bytes that it all takes at most.
     """
 
     widths: NDArray[np.uint8]
-    remainders: int
+    start: int
+    unary: int
     most: int
-
-    @property
-    def start(self) -> int:
-        """Bytes before the remainders."""
-        return -(-len(self.widths) // 8) * 8
-
-    @property
-    def unary(self) -> int:
-        """Bytes before the unary parts."""
-        return self.start + 8 * self.remainders
 
     @classmethod
     def of(cls, widths: NDArray[np.uint8], count: int, unary: int = 0) -> IndexCode:
         """The code of `count` indices, with unary parts of at most so many bits."""
-        bits = int((_lengths(count) * widths).sum())
-        remainders = -(-bits // 64) + 1  # the loops read and write a word at any bit of them
-        size = -(-len(widths) // 8) + remainders + -(-unary // 64)
-        return cls(widths, remainders, 8 * size)
+        remainders = int((_lengths(count) * widths).sum())
+        start = 8 * -(-len(widths) // 8)
+        behind = start + 8 * (-(-remainders // 64) + 1)  # loops use a word at any bit of them
+        return cls(widths, start, behind, behind + 8 * -(-unary // 64))
 
 
 def _lengths(count: int) -> Longs:
@@ -119,7 +111,7 @@ def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
     raw[len(code.widths) : code.start] = 0
     raw[max(code.start, code.unary - 16) : code.unary] = 0  # the rest the loop writes
     address = out.data_ptr()
-    words: int = jit.machine_code()[f"encode.{KINDS[indices.dtype]}"](
+    words: int = jit.machine_code()[f"encode.{INDICES[indices.dtype]}"](
         *(indices.data_ptr(), len(indices)),
         *(address, address + code.start, address + code.unary, (code.most - code.unary) // 8),
     )
@@ -151,7 +143,7 @@ def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
     if loops is None or words < 1 or not 0 <= first <= last:
         return False
     address = packed.data_ptr()
-    damaged = loops[f"decode.{KINDS[out.dtype]}"](
+    damaged = loops[f"decode.{INDICES[out.dtype]}"](
         *(first, last, count, address, address + code.start, address + code.unary),
         *(words, out.data_ptr()),
     )

@@ -20,7 +20,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import platform
 import stat
 import tempfile
 import threading
@@ -94,10 +93,8 @@ class Loops(dict[str, Any]):
     def _make(self, names: Sequence[str], folder: Path) -> None:
         """Make those that no other process makes meanwhile."""
         turn = filelock.FileLock(folder.with_suffix(".lock"), timeout=WAIT)
-        try:
+        with suppress(filelock.Timeout, OSError, NotImplementedError):  # it is made here, too
             turn.acquire()
-        except (filelock.Timeout, OSError, NotImplementedError) as error:
-            _log.info("compiling without a lock: %s", error)
         try:
             absent = self.load_kept(names, folder)
             if len(absent) > 1:
@@ -216,15 +213,20 @@ def folder_of_instances() -> Path:
 
     Where there is no directory for it, one that cannot be: nothing is found or kept there.
     """
+    return (cache_directory() or Path(os.devnull)) / digest_of_makers()
+
+
+@functools.cache
+def digest_of_makers() -> str:
+    """Of all that instances are made of, as this process imported it."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update(Path(__file__).with_name(source).read_bytes())
     made_by = f"numba {version_of('numba')} llvmlite {version_of('llvmlite')} {name_of_cpu()}"
     digest.update(made_by.encode())
-    return (cache_directory() or Path(os.devnull)) / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
-@functools.cache
 def version_of(package: str) -> str:
     return importlib.metadata.version(package)
 
@@ -269,9 +271,9 @@ def _machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()
-    if platform.machine() == "x86_64" and not features.get("f16c"):
+    if not features.get("f16c", True):  # of x86 alone
         raise RuntimeError("this CPU has no F16C, the conversion of half precision")
-    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+    return llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
     )
 

@@ -2,7 +2,8 @@
 
 Each takes addresses and counts. What comes before these, as `index`, says what lies at an address,
 or how two numbers are combined: `jit` compiles an instance of the loop for each. `array` makes an
-array of an address. Who calls them has checked what they are given: see `cpu` and `codec`.
+array of an address. Who calls them has checked what they are given: see `indices`, `values`
+and `codec`.
 Importing this imports Numba.
 
 Where an index could be negative for all that Numba knows, it is made `uint64`: else each is asked
@@ -21,16 +22,15 @@ from numba.extending import register_jitable
 
 from .page import BEGUN, DEPTH, ENTRIES, ENTRY, READ, ROOM
 from .words import (
+    WORD,
     at,
     count_ones,
     give_way,
     load_shared,
-    load_word,
     lowest_one,
     narrow,
     prefetch,
     store_shared,
-    store_word,
     widen,
 )
 
@@ -56,6 +56,12 @@ def ints(address, shape):
 @register_jitable
 def longs(address, shape):
     return carray(at(address), shape, np.int64)
+
+
+@register_jitable
+def word_at(address):
+    """The word there, which need not be aligned."""
+    return array(address, 1, WORD)[0]
 
 
 @register_jitable
@@ -237,8 +243,6 @@ def sort(
             count_here = row[bin]
             row[bin] = before
             before += count_here
-    for digit in range(passes):
-        row = counts[digit]
         shift = position_bits + digit * digit_bits
         for i in range(np.uint64(count)):
             pair = source[i]
@@ -304,6 +308,7 @@ def mark(index, table, runs, low, words, bitmap):
     """
     table, bitmap = longs(table, (runs, 3)), longs(bitmap, words)
     bitmap[:] = 0
+    ones = 0
     for run in range(runs):
         count = table[run, 1]
         indices, slots = array(table[run, 0], count, index), ints(table[run, 2], count)
@@ -313,11 +318,10 @@ def mark(index, table, runs, low, words, bitmap):
             if word >= np.uint64(words):
                 return -1
             bits = bitmap[word]
-            slots[i] = bit ^ (((bits >> (bit & 63)) & 1) - 1)
+            first = ((bits >> (bit & 63)) & 1) - 1  # -1 or 0
+            slots[i] = bit ^ first
+            ones -= first
             bitmap[word] = bits | (1 << (bit & 63))
-    ones = 0
-    for word in range(words):
-        ones += count_ones(bitmap[word])
     return ones
 
 
@@ -408,7 +412,7 @@ def encode(index, indices, count, widths, remainders, unary, most):
             gap = indices[i] - before - 1
             before += gap + 1
             some |= (gap & mask) << filled
-            store_word(remainders, some)
+            word_at(remainders).bits = some
             filled += width
             remainders += filled >> 3
             some >>= filled & ~7
@@ -459,7 +463,7 @@ def decode(index, first, last, count, widths, remainders, unary, words, out):
             before = bit
             if quotient > (last - current) >> width:  # before it is shifted, and overflows
                 return -1
-            rest = (load_word(remainders + (read >> 3)) >> (read & 7)) & mask
+            rest = (word_at(remainders + (read >> 3)).bits >> (read & 7)) & mask
             read += width
             current += ((quotient << width) | rest) + 1
             if current > last:
@@ -577,12 +581,20 @@ def greatest(a, b):
 
 
 @register_jitable
-def fetch(address, size):
-    """Ask for so many bytes, which are needed soon."""
-    line = address
-    while line < address + size:  # a range would be counted first
-        prefetch(line)
-        line += _LINE
+def rows_ahead(stride):
+    """How many rows before a row it is asked for."""
+    return np.uint64(max(1, _AHEAD // max(1, stride)))
+
+
+@register_jitable
+def fetch(values, stride, order, place):
+    """Ask for the beginning of the row at a place of `order`, if it has that: it is needed soon."""
+    if place < np.uint64(len(order)):
+        line = values + stride * order[place]
+        end = line + min(stride, _BEGINNING)
+        while line < end:  # a range would be counted first
+            prefetch(line)
+            line += _LINE
 
 
 def take(of, src, dst, values, stride, order, count, width, out):
@@ -592,10 +604,10 @@ def take(of, src, dst, values, stride, order, count, width, out):
     """
     width = of or width
     order, out = longs(order, count), array(out, (count, width), dst)
-    ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
+    ahead = rows_ahead(stride)
     for i in range(count):
-        if not of and i + ahead < count:
-            fetch(values + stride * order[i + ahead], nearest)
+        if not of:
+            fetch(values, stride, order, np.uint64(i) + ahead)
         row = row_of(values, stride, order[i], width, src)
         for j in range(width):
             out[i, j] = narrow(widen(row[j]), dst)
@@ -629,7 +641,7 @@ def reduce(
     width = of or width
     order, begins, ends = longs(order, last), longs(begins, count), longs(ends, count)
     out = array(out, (count, width), dst)
-    ahead, nearest = max(1, _AHEAD // max(1, stride)), min(stride, _BEGINNING)
+    ahead = rows_ahead(stride)
     for segment in range(count):
         begin, end = np.uint64(begins[segment]), np.uint64(ends[segment])
         target = out[segment]
@@ -641,8 +653,7 @@ def reduce(
                 number = narrow(combine(number, widen(other[0])), total)
             target[0] = narrow(number, dst)
             continue
-        if begin + np.uint64(ahead) < np.uint64(last):
-            fetch(values + stride * order[begin + np.uint64(ahead)], nearest)
+        fetch(values, stride, order, begin + ahead)
         if end == begin + np.uint64(1):
             for j in range(width):
                 target[j] = narrow(widen(row[j]), dst)
@@ -651,8 +662,7 @@ def reduce(
         for j in range(width):
             sum[j] = narrow(widen(row[j]), total)
         for place in range(begin + np.uint64(1), end):
-            if place + np.uint64(ahead) < np.uint64(last):
-                fetch(values + stride * order[place + np.uint64(ahead)], nearest)
+            fetch(values, stride, order, place + ahead)
             other = row_of(values, stride, order[place], width, src)
             for j in range(width):
                 sum[j] = combine(sum[j], widen(other[j]))

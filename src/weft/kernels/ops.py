@@ -3,8 +3,8 @@
 To add an operation: one entry in `OPS`. Algorithms and dense reductions find it there, and serve it
 by torch operations; `tests/sparse/test_added_op.py` shows one. A row that only one rank brings, and
 once, is copied. To be fast in sparse calls it needs machine code: a function of two numbers in
-`loops`, its name in `loops.CONSTANTS`, and in `cpu` the kinds of numbers that it is for; in dense
-reductions, a form in place in `schedules/dense.py`. A gradient of these needs a case in
+`loops`, its name in `loops.CONSTANTS`, and in `values` the kinds of numbers that it is for; in
+dense reductions, a form in place in `schedules/dense.py`. A gradient of these needs a case in
 `comm/all_reduce.py`. The docstrings of `sparse/api.py` and `comm/all_reduce.py`, README and
 docs/start.md list all operations; `COMBINE` in `tests/cases.py` and `OPS` in
 `tests/schedules/test_dense.py` try them.
@@ -15,6 +15,7 @@ over what all ranks gave, as those in `sparse/family`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,14 +83,6 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _minimum(left: Tensor, right: Tensor) -> Tensor:
-    return _extremum(torch.minimum, torch.bitwise_or, left, right)
-
-
-def _maximum(left: Tensor, right: Tensor) -> Tensor:
-    return _extremum(torch.maximum, torch.bitwise_and, left, right)
-
-
 def _extremum(
     choose: Callable[[Tensor, Tensor], Tensor],
     merge: Callable[[Tensor, Tensor], Tensor],
@@ -131,8 +124,8 @@ OPS: dict[str, Op] = {
             rounds=True,
             mean=True,
         ),
-        Op("min", _minimum),
-        Op("max", _maximum),
+        Op("min", functools.partial(_extremum, torch.minimum, torch.bitwise_or)),
+        Op("max", functools.partial(_extremum, torch.maximum, torch.bitwise_and)),
         Op(
             "prod",
             torch.mul,

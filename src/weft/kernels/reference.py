@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .ops import Op
 
-_BLOCK = 1 << 17  # numbers that are worked on at once
-
 
 class Distinct(NamedTuple):
     """The distinct indices among some, and where in the input each occurs.
@@ -65,12 +63,6 @@ def distinct(indices: Tensor) -> Distinct:
     starts = counts.new_zeros(len(unique) + 1)
     torch.cumsum(counts, 0, out=starts[1:])
     return Distinct(unique, order, starts)
-
-
-def ascends(indices: Tensor, last: int) -> bool:
-    """See `weft.kernels.ascends`."""
-    rises = bool((indices[1:] > indices[:-1]).all())
-    return rises and int(indices[0]) >= 0 and int(indices[-1]) <= last
 
 
 def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor) -> Tensor:
@@ -143,27 +135,3 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int) -> No
     if places.numel():
         sums = op.function(out.index_select(0, places).to(values.dtype), values[~is_first])
         out.index_copy_(0, places, sums.to(out.dtype))
-
-
-def finish(values: Tensor, out: Tensor, divisor: int) -> None:
-    """See `weft.kernels.finish`."""
-    if divisor == 1:
-        if out is not values:
-            out.copy_(values)
-        return
-    # a tensor on the device: by a Python number CUDA multiplies with the rounded reciprocal
-    wide = torch.promote_types(values.dtype, torch.float32)
-    by = torch.full((), divisor, dtype=wide, device=out.device)
-    if out.dtype.itemsize > 2:
-        torch.div(values, by.to(values.dtype), out=out)
-        return
-    for some, target in zip(_blocks(values), _blocks(out), strict=True):
-        target.copy_(some.to(wide) / by)
-
-
-def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of a tensor of whole rows, so that what is made of one stays in a processor's cache."""
-    if not tensor.is_cpu:
-        return (tensor,)
-    row = max(1, tensor[:1].numel())
-    return torch.split(tensor, max(1, _BLOCK // row))

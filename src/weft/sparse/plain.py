@@ -210,9 +210,8 @@ def _united(verbs: Verbs, call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
 
         def combine(table: Tensor, front: int, out: Tensor) -> None:
             buffers = table.view(ranks, front + capacity, *table.shape[1:])
-            ends = [front + count for count in counts]
-            rows = [each[front:end] for each, end in zip(buffers, ends, strict=True)]
-            kernels.combine_runs(out, union.slots, rows, call.op)
+            for slots, buffer, count in zip(union.slots, buffers, counts, strict=True):
+                kernels.combine(out, slots, buffer[front : front + count], call.op)
 
         return union.indices, combine
 

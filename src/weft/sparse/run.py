@@ -264,8 +264,8 @@ def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:
     sums = result.values
     if call.partial != call.dtype:
         sums = torch.empty(sums.shape, dtype=call.partial)
-    values = [rows.values for rows in rows_of_all]
-    kernels.combine_runs(sums, union.slots, values, call.op)
+    for slots, rows in zip(union.slots, rows_of_all, strict=True):
+        kernels.combine(sums, slots, rows.values, call.op)
     call.finish(sums, result.values)
     return result
 

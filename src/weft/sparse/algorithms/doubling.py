@@ -116,9 +116,9 @@ def _merged(call: Call, lower: _Message, upper: _Message) -> _Message:
     """The sum of two messages, which are released."""
     union = kernels.union([lower.indices, upper.indices])
     both = _made(call, union.indices)
-    kernels.combine_runs(both.values, union.slots, [lower.values, upper.values], call.op)
-    lower.release()
-    upper.release()
+    for slots, message in zip(union.slots, (lower, upper), strict=True):
+        kernels.combine(both.values, slots, message.values, call.op)
+        message.release()
     return both
 
 
