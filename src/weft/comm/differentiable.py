@@ -104,18 +104,22 @@ def make(
 
     def finished(found: tuple[list[Tensor], bool]) -> Any:
         results, is_recorded = found
+        if is_recorded:
+            # makes autograd record the call where no tensor of this rank would
+            anchor = torch.empty(0, requires_grad=True)
+            recorded: Any = _Node.apply(collective, results, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
+            results = list(recorded)
+        return finish(results)
+
+    def finished_later(found: tuple[list[Tensor], bool]) -> Any:
         # whoever waits may be in another mode; that of the call decides
+        _, is_recorded = found
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-            if is_recorded:
-                # makes autograd record the call where no tensor of this rank would
-                anchor = torch.empty(0, requires_grad=True)
-                recorded: Any = _Node.apply(collective, results, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
-                results = list(recorded)
-            return finish(results)
+            return finished(found)
 
     call.job = job
     call.device = tensors[0].device
-    call.finish = finished
+    call.finish = finished_later if call.is_async else finished
 
 
 class _Node(torch.autograd.Function):
