@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.base import memory
-from weft.base.memory import Shelf, fresh
+from weft.base.memory import Pool, Shelf, fresh
 
 LARGE = 5 << 20
 
@@ -126,3 +126,15 @@ def test_nonsense_in_the_environment_is_said_and_changes_nothing(
     assert made().limit == 3 << 20
     monkeypatch.setenv("WEFT_KEEP", "lots")
     assert made().limit == usual and "WEFT_KEEP is 'lots'" in caplog.text
+
+
+def test_a_pool_that_is_drained_lends_other_memory():
+    pool = Pool()
+    with pool.lease(10_000) as memory:
+        place = memory.data_ptr()
+        held = memory[:1]  # so that nobody else gets it
+    with pool.lease(9_000) as again:
+        assert again.data_ptr() == place
+    pool.drain()
+    with pool.lease(10_000) as other:
+        assert other.data_ptr() != place == held.data_ptr()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft.base._torch import NoDevice
 from weft.base.pace import patient
 from weft.bootstrap import gathering
-from weft.bootstrap.gathering import NotJoinedError, _said_by_all
+from weft.bootstrap.gathering import NotJoinedError, said_by_all
 from weft.rendezvous import store as store_module
 
 
@@ -27,8 +27,7 @@ def test_every_rank_hears_what_all_say():
     until = time.monotonic() + patient(60.0)
     with ThreadPoolExecutor(3) as pool:
         said = [
-            pool.submit(_said_by_all, store, rank, 3, 10 * rank, "go on", until)
-            for rank in range(3)
+            pool.submit(said_by_all, store, rank, 3, 10 * rank, "go on", until) for rank in range(3)
         ]
         assert [each.result() for each in said] == [[0, 10, 20]] * 3
 
@@ -38,8 +37,7 @@ def test_who_does_not_come_is_named_by_all_at_the_first_deadline():
     ends = [time.monotonic() + seconds for seconds in (0.2, 600.0)]
     with ThreadPoolExecutor(2) as pool:
         said = [
-            pool.submit(_said_by_all, store, rank, 3, "", "connect", ends[rank])
-            for rank in range(2)
+            pool.submit(said_by_all, store, rank, 3, "", "connect", ends[rank]) for rank in range(2)
         ]
         ((text, culprit),) = failures(said)
     assert text.startswith("rank 2 came, and then did not connect") and culprit == 2
@@ -54,10 +52,10 @@ def test_who_comes_long_after_the_deadline_blames_itself_though_the_others_wait_
     with pytest.raises(
         NotJoinedError, match=r"rank 0 came \d+ s too late to go on: was it stop"
     ) as caught:
-        _said_by_all(store, 0, 2, "", "go on", time.monotonic() - late)
+        said_by_all(store, 0, 2, "", "go on", time.monotonic() - late)
     assert caught.value.culprit == 0
     with pytest.raises(NotJoinedError, match=r"rank 0 came \d+ s too late") as caught:
-        _said_by_all(store, 1, 2, "", "go on", time.monotonic() + 600.0)
+        said_by_all(store, 1, 2, "", "go on", time.monotonic() + 600.0)
     assert caught.value.culprit == 0
 
 
@@ -73,7 +71,7 @@ def test_who_stood_still_after_it_had_said_so_is_not_joined(monkeypatch):
 
     monkeypatch.setattr(gathering, "exchange", exchange)
     with pytest.raises(NotJoinedError, match=r"rank 0 came \d+ s too late to connect") as caught:
-        _said_by_all(dist.HashStore(), 0, 2, "", "connect", until)
+        said_by_all(dist.HashStore(), 0, 2, "", "connect", until)
     assert caught.value.culprit == 0
 
 

@@ -234,19 +234,20 @@ def test_nonsense_breaks_the_wire_and_names_who_says_it(peers, line):
     assert three.hear(2)["verdict"][0] == 1
 
 
-def exchange(three):
-    """What rank 0 does, which exchanges a word."""
-    return three.watch.exchange(b"zero", time.monotonic() + three.watch.timeout)
+def agree(three, own=True):
+    """What rank 0 does, which says yes or no."""
+    return three.watch.agree(own, time.monotonic() + three.watch.timeout)
 
 
-def test_ranks_exchange_bytes_in_rank_order(peers, later):
+@pytest.mark.parametrize("said", [(True, True, True), (True, False, True), (False, True, True)])
+def test_ranks_agree_if_all_say_yes(peers, later, said):
     three = peers()
-    for number in (1, 2):
-        results = later(exchange, three)
-        assert three.hear(1) == three.hear(2) == {"data": "emVybw==", "of": number}
-        three.say(2, data="dHdv", of=number)
-        three.say(1, data="b25l", of=number)
-        assert results.result(10.0) == [b"zero", b"one", b"two"]
+    found = later(agree, three, said[0])
+    assert three.hear(1) == three.hear(2) == {"agrees": said[0]}
+    for peer in (2, 1):
+        assert not found.done()
+        three.say(peer, agrees=said[peer])
+    assert found.result(10.0) == all(said)
 
 
 @pytest.mark.parametrize(
@@ -259,44 +260,35 @@ def test_ranks_exchange_bytes_in_rank_order(peers, later):
         ("nonsense", 2, "rank 2 sent what no detector says"),
     ],
 )
-def test_an_exchange_ends_with_who_is_to_blame(peers, later, fault, culprit, text):
+def test_ranks_that_agree_end_with_who_is_to_blame(peers, later, fault, culprit, text):
     three = peers(1.0 if fault in ("absence", "silence") else 20.0)
-    results = later(exchange, three)
-    three.say(1, data="b25l", of=1)
+    found = later(agree, three)
+    three.say(1, agrees=True)
     if fault == "death":
         three.ends[2].close()
     elif fault == "leave":
         three.say(2, bye=RAISED)
     elif fault == "nonsense":
-        three.say(2, data="no base64", of=1)
+        three.ends[2].sendall(b"no line of JSON\n")
     else:
         for peer in (1, 2) if fault == "absence" else (1,):
-            assert "data" in three.hear(peer)
+            assert "agrees" in three.hear(peer)
             three.answer(peer, place(0))
-    error = results.exception(10.0)
+    error = found.exception(10.0)
     assert isinstance(error, WireError) and error.culprit == culprit
     assert text in str(error)
 
 
-def test_a_close_ends_an_exchange(peers, later):
-    three = peers()
-    results = later(exchange, three)
-    assert "data" in three.hear(1)
-    three.watch.close()
-    with pytest.raises(WireError, match=r"^rank 0: this group was closed$"):
-        results.result(10.0)
-
-
-def test_what_comes_at_the_last_moment_is_exchanged(peers, later):
+def test_what_comes_at_the_last_moment_is_heard(peers, later):
     """At the deadline ranks are asked where they are, and those have come that saw it end."""
     three = peers(0.1)
-    results = later(exchange, three)
-    three.say(1, data="b25l", of=1)
+    found = later(agree, three)
+    three.say(1, agrees=True)
     for peer in (1, 2):
-        assert "data" in three.hear(peer)
+        assert "agrees" in three.hear(peer)
         three.answer(peer, place(0, awaits=0))
-    three.say(2, data="dHdv", of=1)
-    assert results.result(10.0) == [b"zero", b"one", b"two"]
+    three.say(2, agrees=True)
+    assert found.result(10.0)
     assert three.watch.verdict is None
 
 

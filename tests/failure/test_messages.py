@@ -11,16 +11,18 @@ from weft.failure.verdict import Entered, Place
 
 
 @pytest.mark.parametrize(
-    "message", [{"verdict": [2, "rank 2 died"]}, {"verdict": [None, "all wait"]}, {"ask": 3}]
+    "message",
+    [
+        {"verdict": [2, "rank 2 died"]},
+        {"verdict": [None, "all wait"]},
+        {"ask": 3},
+        {"agrees": True},
+    ],
 )
 def test_a_message_is_read_as_it_was_sent(message):
     line = line_of(message)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert read(line[:-1]) == message
-
-
-def test_bytes_are_read_as_they_were_sent():
-    assert read(line_of({"data": "b25l", "of": 1})) == {"data": b"one", "of": 1}
 
 
 def test_a_place_is_read_as_it_was_sent():
@@ -51,7 +53,6 @@ def test_a_place_is_read_as_it_was_sent():
         b"[" * 5000,
         b'{"bye": ["nobody"]}',
         b'{"here": [7, "barrier"], "to": 3}',
-        b'{"data": "no base64", "of": 1}',
     ],
 )
 def test_what_no_detector_says_is_refused(line):

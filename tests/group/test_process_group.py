@@ -344,7 +344,7 @@ def test_who_did_not_say_where_it_listens_is_named():
 
 def test_a_rank_in_trouble_is_told_of_though_another_has_died_since(monkeypatch):
     """The others wait for a moment until all have read why there is no group."""
-    monkeypatch.setattr(joining, "PATIENCE", 0.2)
+    monkeypatch.setattr("weft.rendezvous.store.HELD_UP", 0.2)
     store = dist.HashStore()
     other = {"host": "there", "kind": "", "trouble": "it cannot listen", "endpoint": {}}
     store.set("weft/x/1/statement/1", json.dumps(other))

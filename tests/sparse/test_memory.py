@@ -54,20 +54,23 @@ class Meter:
         self.leased = {}
         self.most = 0
         self._lock = threading.Lock()
-        self._lease, self._take_back = pool.lease, pool.take_back
-        pool.lease, pool.take_back = self.lease, self.take_back
+        self._lease = pool.lease
+        pool.lease = self.lease
 
     def lease(self, nbytes):
-        lease = self._lease(nbytes)
+        lease, number = self._lease(nbytes), object()
+        give_back = lease._give_back
+
+        def counted():
+            with self._lock:
+                del self.leased[number]
+            give_back()
+
+        lease._give_back = counted
         with self._lock:
-            self.leased[lease.tensor.untyped_storage().data_ptr()] = nbytes
+            self.leased[number] = nbytes
             self.most = max(self.most, sum(self.leased.values()))
         return lease
-
-    def take_back(self, block):
-        with self._lock:
-            del self.leased[block.untyped_storage().data_ptr()]
-        self._take_back(block)
 
 
 def most_leased(name, sizes):

@@ -57,8 +57,12 @@ def make(start, hosts=lambda rank: "host"):
     for sock in control.values():
         sock.close()
     near = {peer for peer in peers if hosts(peer) == hosts(start.rank) and architecture()}
+
+    def agree(own):
+        return all(map(json.loads, start.exchange(json.dumps(own).encode())))
+
     try:
-        return tcp.make(start.rank, sockets, near, start.exchange, deadline)
+        return tcp.make(start.rank, sockets, near, agree, deadline)
     except BaseException:
         for sock in sockets.values():
             sock.close()

@@ -53,11 +53,11 @@ class Lease:
     def __init__(self, tensor: Tensor, give_back: Callable[[], object]) -> None:
         """
         Args:
-            tensor: the memory.
-            give_back: called when it is released.
+            tensor: what is leased.
+            give_back: takes it back.
         """
-        self.tensor = tensor
         self._give_back: Callable[[], object] | None = give_back
+        self.tensor = tensor
 
     def release(self) -> None:
         """Give the memory back; afterwards nobody may touch it. Releasing twice does nothing."""
@@ -85,23 +85,15 @@ class Pool:
     def lease(self, nbytes: int) -> Lease:
         """Workspace of `nbytes` bytes, at least 64-byte aligned, holding anything."""
         size = max(self.smallest, 1 << (nbytes - 1).bit_length())
+        blocks = self._free[size]
         try:
-            block = self._free[size].pop()
+            block = blocks.pop()
         except IndexError:
             block = fresh((size,), torch.uint8)
-        return Lease(block[:nbytes], functools.partial(self.take_back, block))
-
-    @property
-    def kept(self) -> int:
-        """Bytes of blocks that are kept here, unused."""
-        return sum(size * len(blocks) for size, blocks in self._free.copy().items())
-
-    def take_back(self, block: Tensor) -> None:
-        """Keep a block for the next lease."""
-        self._free[block.nbytes].append(block)
+        return Lease(block[:nbytes], functools.partial(blocks.append, block))
 
     def drain(self) -> None:
-        """Free all memory that is not leased."""
+        """Free all memory that is not leased, and what is leased as it comes back."""
         self._free.clear()
 
 

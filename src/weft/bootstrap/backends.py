@@ -8,7 +8,7 @@ write its spec to `SPECS`, and what it needs to `_lacking`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def able() -> tuple[str, ...]:
     return (*found[:1], "gloo")
 
 
-def best(abilities: Iterable[tuple[str, ...]]) -> str:
+def best(abilities: Iterable[Sequence[str]]) -> str:
     """The first choice that all ranks have.
 
     Example:

@@ -83,7 +83,7 @@ def connect_all(
     # A rank that is gone by now need not be waited for by gloo.
     left = max(deadline - time.monotonic(), _LEAST * timeout)
     here = dist.PrefixStore("here", space)
-    everyones = _said_by_all(here, rank, size, left, "go on", deadline)
+    everyones = said_by_all(here, rank, size, left, "go on", deadline)
 
     # All have the same seconds, and begin at once: so they are through at once, too.
     is_of_gloo = _is_of_gloo(spec)
@@ -101,7 +101,7 @@ def connect_all(
         )
         outcome = [_CANNOT if is_own else _FAILED, in_short(str(error))]
     connected = dist.PrefixStore("connected", space)
-    outcomes = _said_by_all(connected, rank, size, outcome, "connect", until)
+    outcomes = said_by_all(connected, rank, size, outcome, "connect", until)
     failure = _failure_in(outcomes)
     if failure is not None:
         raise NotJoinedError(first_to_fail(connected, rank, size, failure))
@@ -112,7 +112,7 @@ def connect_all(
     return time.monotonic()
 
 
-def _said_by_all(
+def said_by_all(
     store: dist.Store, rank: int, size: int, own: object, step: str, until: float
 ) -> list[Any]:
     """What all ranks say as they come to where they are to take a step, or have taken it.

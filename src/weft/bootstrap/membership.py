@@ -68,7 +68,7 @@ class Member:
     rank: int
     size: int
     backend: str | None = None
-    able: tuple[str, ...] = ("gloo",)
+    able: Sequence[str] = ("gloo",)
     address: str = ""
     machine: str = ""
     host: str = ""
@@ -389,8 +389,7 @@ def _read_all(store: AnsweringStore) -> list[Member]:
 
 
 def _member_at(store: AnsweringStore, key: str) -> Member:
-    fields = json.loads(store.get(key))
-    return Member(**{**fields, "able": tuple(fields["able"])})
+    return Member(**json.loads(store.get(key)))
 
 
 def _judge_in_order(members: Sequence[Member]) -> Decision | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..base.arguments import shown
+from ..base.arguments import as_integer, shown
 from ..base.errors import WeftError, check, summed_up
 from ..base.tensors import there
 from ..call.attempt import preparing
@@ -109,9 +109,8 @@ class Sparsifier:
             )
         if not isinstance(self.error_feedback, bool):
             return f"error_feedback is {shown(self.error_feedback)}: pass True or False"
-        least = self.min_numel
-        if not isinstance(least, int) or isinstance(least, bool) or least < 0:
-            return f"min_numel is {shown(least)}: pass a whole number, at least 0"
+        if as_integer(self.min_numel) < 0:
+            return f"min_numel is {shown(self.min_numel)}: pass a whole number, at least 0"
         return None
 
     def state_dict(self, model: nn.Module | None) -> dict[str, Tensor]:

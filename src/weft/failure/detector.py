@@ -12,7 +12,7 @@ all ranks have one version, so what cannot be read is a fault of weft's, and nam
 
 * `verdict`: [culprit, text], once: from whoever settled it, and from each that learns it;
 * `bye`: the values of a `Place`, as the last, where there was no verdict: where this rank leaves;
-* `data`, and the number `of` the exchange: what a rank exchanges, in base64;
+* `agrees`: true or false, once, as all ranks `agree`;
 * `ask`: the number of an inquiry, to all, at any time;
 * `here`: the values of a `Place`, and `to` which inquiry: to the one that asks.
 
@@ -26,7 +26,6 @@ wakes up once in that time, and checks whether a wait has lasted that long. Afte
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
@@ -38,8 +37,8 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from ..base import watch
-from ..base.errors import WireError, names
-from ..base.latch import Latch, wait_for
+from ..base.errors import names
+from ..base.latch import wait_for
 from ..base.pace import patient
 from . import last_error
 from .links import LONGEST, ControlLinks, News
@@ -154,7 +153,6 @@ class Detector:
         self._global_ranks = global_ranks
         self._rests = dict.fromkeys(self._peers, b"")  # what came of a line that is not complete
         self._lock = threading.RLock()
-        self._settled = Latch()
         self._settling: int | None = None  # the thread that is in `settle`
         self._closed = False
         # What a thread waits to have explained. That thread sets it; that of the links asks,
@@ -163,8 +161,7 @@ class Detector:
         self._inquiry: _Inquiry | None = None
         self._inquiries = 0  # how many there were
         self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
-        self._exchanges = 0  # how many this rank has come to
-        self._exchanged: dict[tuple[int, int], bytes] = {}  # by peer and number of the exchange
+        self._agrees: dict[int, bool] = {}  # what peers said, see `agree`
         # entered by itself: that of a condition is Python, where an interrupt may leave it held
         self._hearing = threading.RLock()
         # notified when something came that `_hear` awaits
@@ -245,7 +242,6 @@ class Detector:
             self._send(self.links.peers(), {"verdict": [verdict.culprit, verdict.text]})
         # what follows may block or raise: a handler of the log, a file; waits end before that
         self._end_waits(verdict)
-        self._settled.open()
         self._notify()
         self._settling = None
         if is_told:
@@ -255,23 +251,20 @@ class Detector:
                 _log.error("%s", verdict.error(self.rank))
         return verdict
 
-    def exchange(self, data: bytes, until: float) -> list[bytes]:
-        """Send a few bytes to all ranks; every rank's bytes, in rank order. Collective.
+    def agree(self, own: bool, until: float) -> bool:
+        """Whether all ranks say yes, which each says, or no, once. Collective.
 
         Args:
-            data: to send.
-            until: when all must have come, by `time.monotonic`.
+            own: what this rank says.
+            until: when all must have said it, by `time.monotonic`.
 
         Raises:
             WireError: a rank died, or left, or did not come in time.
         """
-        self._exchanges += 1
-        number = self._exchanges
-        peers = self.links.peers()
-        self._send(peers, {"data": base64.b64encode(data).decode(), "of": number})
+        self._send(self.links.peers(), {"agrees": own})
 
-        def missing() -> list[int]:
-            return [peer for peer in self._peers if (peer, number) not in self._exchanged]
+        def missing() -> set[int]:
+            return {*self._peers} - self._agrees.keys()
 
         def is_known() -> bool:
             late = missing()
@@ -279,25 +272,15 @@ class Detector:
 
         if not self._hear(is_known, until - time.monotonic()):
             self.blame()  # in this second those may still come that are alive, and soon see the end
-        if late := missing():
-            raise self._not_exchanged(late)
-        everyones = {peer: self._exchanged.pop((peer, number)) for peer in self._peers}
-        everyones[self.rank] = data
-        return [everyones[rank] for rank in sorted(everyones)]
-
-    def _not_exchanged(self, late: Sequence[int]) -> WireError:
-        """The error where these ranks' bytes did not come."""
-        if self.verdict is not None:
-            return self.verdict.error(self.rank)
-        if self._closed:
-            return WireError(f"rank {self.rank}: this group was closed", rank=self.rank)
-        leaver = next((peer for peer in late if peer in self.leavers), None)
-        if leaver is not None:
-            verdict = self.settle(on_leaver(leaver, self.leavers[leaver]))
-        else:
+        late = sorted(missing())
+        if late:
+            leaver = next((peer for peer in late if peer in self.leavers), None)
             text = f"{names(late)} did not come to make the wire within {self.timeout:g} s"
-            verdict = self.settle(Verdict(late[0], text))
-        return verdict.error(self.rank)
+            verdict = Verdict(late[0], text)
+            if leaver is not None:
+                verdict = on_leaver(leaver, self.leavers[leaver])
+            raise self.settle(verdict).error(self.rank)
+        return own and all(self._agrees.values())
 
     def explain(self, peer: int | None, text: str, wait: Wait | None) -> Verdict:
         """The verdict behind a lost peer: it died, or left, or raised because of another.
@@ -331,7 +314,7 @@ class Detector:
 
     def news(self) -> Verdict | None:
         """The verdict, for which this waits a moment: another rank may have seen more."""
-        self._settled.wait(_NEWS)  # ended by `settle`, or by the time
+        self._hear(lambda: False, _NEWS)  # ended by `settle`, or by the time
         return self.verdict
 
     def blame(self) -> Verdict | None:
@@ -676,8 +659,8 @@ class Detector:
         elif "bye" in message:
             self.leavers[peer] = message["bye"]
             self._notify()
-        elif "data" in message:
-            self._exchanged[peer, message["of"]] = message["data"]
+        elif "agrees" in message:
+            self._agrees[peer] = message["agrees"]
             self._notify()
         elif "ask" in message:
             self._send([peer], {"here": astuple(self._place()), "to": message["ask"]})
@@ -714,8 +697,6 @@ def read(line: bytes) -> Message:
     for name in ("bye", "here"):
         if name in message:
             message[name] = Place.of(message[name])
-    if "data" in message:
-        message["data"] = base64.b64decode(message["data"], validate=True)
     return message
 
 

@@ -54,7 +54,6 @@ from ..wire.tcp.wire import TcpWire, alone, make
 from .group import Group
 from .session import Session
 
-PATIENCE = 5.0  # seconds in which the others can answer, and read why there is no group
 _BUFFER = 1 << 17  # bytes that a control link takes at once, whatever its peer does
 _NEWS = 1.0  # seconds after which what another rank was told is known here, too
 
@@ -170,7 +169,7 @@ class _Joining:
                 self.rank,
                 sockets,
                 who_meets(statements, self.rank),
-                functools.partial(detector.exchange, until=self.deadline),
+                functools.partial(detector.agree, until=self.deadline),
                 self.deadline,
             )
         except BaseException as error:
@@ -249,10 +248,9 @@ class _Joining:
         """Raise the trouble of the first rank that has any, on every rank."""
         for peer, each in enumerate(statements):
             if each.trouble:
-                # the store may end with this program: first all ranks have read the statements
-                with contextlib.suppress(RuntimeError, AbsentError):  # of one that has died since
-                    exchange(space, "read", "", self.rank, self.size, PATIENCE, "")
-                raise WeftError(f"rank {peer}: {each.trouble}")
+                failure = f"rank {peer}: {each.trouble}", peer
+                text, _ = first_to_fail(space, self.rank, self.size, failure)
+                raise WeftError(text)
 
     def _look_for_news(self, error: Exception) -> None:
         """Raise the news that has ended the wait too early, as soon as this rank has it.

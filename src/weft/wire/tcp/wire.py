@@ -684,7 +684,7 @@ def make(
     rank: int,
     sockets: Mapping[int, socket.socket],
     near: Set[int],
-    exchange: Callable[[bytes], list[bytes]],
+    agree: Callable[[bool], bool],
     deadline: float,
 ) -> TcpWire:
     """Map the memory of the ranks of this host; this rank's wire, once all have theirs. Collective.
@@ -693,7 +693,7 @@ def make(
         rank: this one.
         sockets: connected, to all others. The wire closes them; if this raises, they may be open.
         near: the others of this host, where all ranks have the same machine code to meet by.
-        exchange: tells all ranks a few bytes, and returns every rank's.
+        agree: tells all ranks yes or no, once all of them come to it; whether all say yes.
         deadline: when the ranks of this host must have answered, by `time.monotonic`.
 
     Raises:
@@ -715,7 +715,7 @@ def make(
         meets = can_meet and bool(near)
         wire = TcpWire(rank, size, sockets, segment, segments, meets=meets)
         stack.callback(wire.close)
-        if b"no" in exchange(b"yes" if can_meet else b"no"):
+        if not agree(can_meet):
             wire.meet_nobody()
         stack.pop_all()
     return wire
