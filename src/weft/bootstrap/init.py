@@ -272,17 +272,12 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
         if group is not None:
             default.clear("call weft.init() first")
         if made:
-            _end_unfinished(group, hook)
+            if group is not None:
+                group.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _put_back(hook)
         raise
-
-
-def _end_unfinished(group: Group | None, hook: _Hook) -> None:
-    """End torch's default group, and weft's beside it, where `init` has not come to its end."""
-    if group is not None:
-        group.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _put_back(hook)
 
 
 def _put_back(hook: _Hook) -> None:

@@ -453,7 +453,11 @@ class Detector:
         for each in news:
             self._read_news(each)
         if self.verdict is None:
-            self._look_for_faults()
+            # seen perhaps while nobody waited: else this rank, which others ask where it is,
+            # would be taken for the one that keeps them waiting
+            fault = self._find_fault()
+            if fault is not None:
+                self.settle(fault)
         if self.verdict is None:
             self._look_at_the_clock()
 
@@ -486,15 +490,6 @@ class Detector:
     def _patience(self, waiting: _Waiting) -> float:
         """Seconds of a wait after which all ranks are asked."""
         return self.timeout if waiting.is_told else min(self._slow, self.timeout)
-
-    def _look_for_faults(self) -> None:
-        """Settle what this rank is sure of, which it may have seen while nobody waited.
-
-        Else a rank that others ask where it is would be taken for the one that keeps them waiting.
-        """
-        fault = self._find_fault()
-        if fault is not None:
-            self.settle(fault)
 
     def _look_at_the_clock(self) -> None:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
@@ -634,7 +629,11 @@ class Detector:
         peer = news.peer
         if not news.data:
             if peer not in self.leavers:
-                self.settle(Verdict(peer, self._death_of(peer, news.error)))
+                text = f"rank {peer} died"
+                if news.error:
+                    link = f"the link between rank {self.rank} and rank {peer}"
+                    text = f"{link} is lost ({news.error})"
+                self.settle(Verdict(peer, text))
             return
         *lines, rest = (self._rests[peer] + news.data).split(b"\n")
         self._rests[peer] = rest[:LONGEST]  # of a longer one not all is kept: it is no message
@@ -645,12 +644,6 @@ class Detector:
                 self.settle(Verdict(peer, f"rank {peer} sent what no detector says: {line[:80]!r}"))
                 return
             self._on_message(peer, message)
-
-    def _death_of(self, peer: int, error: str) -> str:
-        """What the end of a link means, without a bye."""
-        if error:
-            return f"the link between rank {self.rank} and rank {peer} is lost ({error})"
-        return f"rank {peer} died"
 
     def _on_message(self, peer: int, message: Message) -> None:
         if "verdict" in message:
