@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..base.memory import memory_of, numbers_of, typed
+from ..base.memory import memory_of, numbers_of
 from ..call.statement import room
 from .rows import Rows
 
@@ -183,8 +183,8 @@ def _rows_in(
     if start + count * math.prod(row_shape) * dtype.itemsize != body.nbytes:
         raise ValueError(f"{count} rows in {body.nbytes} bytes")
     memory = torch.frombuffer(body, dtype=torch.uint8)
-    indices = typed(memory, (count,), index, _FIXED.size)
-    return Rows(indices, typed(memory, (count, *row_shape), dtype, start))
+    indices = memory[_FIXED.size : _FIXED.size + count * index.itemsize].view(index)
+    return Rows(indices, memory[start:].view(dtype).view(count, *row_shape))
 
 
 def shares(count: int, points: int) -> Longs:
