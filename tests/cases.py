@@ -127,7 +127,7 @@ def check_stages(done: Any) -> None:
     counts = [len(ranks) for ranks in sizes.ranks_of_hosts]
     of_block = min(max(counts) * sizes.mean, done.union)
     between = (len(counts) - 1) * of_block / min(counts)
-    values = (sizes.mean + done.union) * sizes.row + between * sizes.partial
+    values = (sizes.mean + done.union) * sizes.row + between * sizes.partial_row
     indices = 4 * (sizes.mean + done.union + between)
     assert done.bytes <= 1.05 * (values + indices)
 

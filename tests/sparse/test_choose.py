@@ -17,7 +17,7 @@ from weft.testing import run
 def of(ranks=8, rows=50_000, hosts=None, **changes):
     """Ranks with so many rows of 256 bytes each, by default on hosts of their own."""
     names = range(ranks) if hosts is None else hosts
-    sizes = Sizes(ranks, ranks * rows, rows, rows, 10**6, 256, 256, places=10**6)
+    sizes = Sizes(ranks, ranks * rows, rows, rows, 10**6, 256, 256, end=10**6)
     return sizes.but(hosts=Hosts.named(names), **changes)
 
 

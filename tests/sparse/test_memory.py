@@ -78,11 +78,11 @@ def most_leased(name, sizes):
     if name in ("gather", "holders"):
         return choose.workspace(sizes, name)
     if name == "doubling":
-        return 4 * sizes.union[1] * (sizes.partial + sizes.index)
+        return 4 * sizes.union[1] * (sizes.partial_row + sizes.index)
     rows, row = sizes.most, sizes.row
     if sizes.begins_in_hosts:  # ranks that have a place sum the rows of all of the host
         rows = -(-rows * max(map(len, sizes.ranks_of_hosts)) // sizes.places_of_hosts)
-        row = sizes.partial
+        row = sizes.partial_row
     return 2 * rows * row + 3 * (rows + sizes.union[1]) * sizes.index
 
 
@@ -170,7 +170,7 @@ def test_auto_keeps_the_promise_or_splits(hosts, most, share, row, height):
     fewest = int(share * most)
     total = most + (len(of) - 1) * fewest
     sizes = Sizes(
-        len(of), total, most, fewest, height, row, row, places=1 << 21, hosts=Hosts(tuple(of))
+        len(of), total, most, fewest, height, row, row, end=1 << 21, hosts=Hosts(tuple(of))
     )
     promised = 3 * fewest * (row + 4) + (64 << 20)
     name = choose.first_served(sizes, choose.lines(sizes)).algorithm

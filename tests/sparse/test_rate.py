@@ -12,7 +12,7 @@ from weft.sparse import Sizes
 from weft.sparse.rate import GUESS, fitted, known_rate, learn, rate_of
 from weft.testing import run, threads
 
-SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, places=10**6, hosts=Hosts((0, 1)))
+SIZES = Sizes(2, 8000, 4000, 4000, 10**6, 256, 256, end=10**6, hosts=Hosts((0, 1)))
 
 
 @pytest.fixture

@@ -479,7 +479,7 @@ def test_only_sums_between_hosts_travel_wider(given, wire_dtype, names, sent):
         return dataclasses.replace(part, values=part.values.to(given))
 
     done = sent(names, rows, wire_dtype=wire_dtype)
-    assert done.sizes.partial == 2 * done.sizes.row
+    assert done.sizes.partial_row == 2 * done.sizes.row
     assert done.sizes.begins_in_hosts == share_hosts(names)
     check_stages(done)
 
@@ -491,7 +491,7 @@ def sizes_of(hosts, **changes):
     ranks = len(hosts)
     sizes = Sizes(
         ranks, ranks * 50_000, 50_000, 50_000, 1_000_000, 256, 256,
-        places=1_000_000, hosts=Hosts.named(hosts),
+        end=1_000_000, hosts=Hosts.named(hosts),
     )  # fmt: skip
     return sizes.but(**changes)
 

@@ -4,10 +4,10 @@ A schedule, one rank's program of a call, gets this rank's rows and the call. It
 values, which are often the same: that of rows and complete sums, and that of partial sums, which
 are not rounded yet. Which one travels depends on what travels:
 
-    what                                  call by which it goes    dtype            bytes a row
-    complete sums                         call                     Call.dtype       Sizes.row
-    partial sums                          call.of_partials()       Call.partial     Sizes.partial
-    rows on the way to who sums them      call.incoming            one of these     Sizes.incoming
+    what                              call by which it goes   dtype                bytes a row
+    complete sums                     call                    Call.dtype           Sizes.row
+    partial sums                      call.of_partials()      Call.partial_dtype   Sizes.partial_row
+    rows on the way to who sums them  call.incoming           one of these         Sizes.incoming
 
 The rows are partial sums themselves (`Sizes.summed`) if the schedule is a step of another one; else
 they are rows as `Call.dtype` has them.
@@ -46,7 +46,7 @@ class Call:
         given: the caller's rows; the schedule may read them until it ends. On a rank without rows
             they have the dtypes, the row shape and the height of the others'.
         dtype: dtype of the values that a schedule gets, and of the values that it makes.
-        partial: dtype of partial sums.
+        partial_dtype: that of partial sums.
         divisor: what the result is divided by.
         header: of all ranks together; with points in a step of another schedule.
         sizes: of the call.
@@ -65,7 +65,7 @@ class Call:
     op: Op
     given: Rows
     dtype: torch.dtype
-    partial: torch.dtype
+    partial_dtype: torch.dtype
     divisor: int
     header: Header
     sizes: Sizes
@@ -116,9 +116,9 @@ class Call:
         return replace(
             self,
             op=OPS["sum"] if self.op.mean else self.op,
-            dtype=self.partial,
+            dtype=self.partial_dtype,
             divisor=1,
-            sizes=self.sizes.but(row=self.sizes.partial),
+            sizes=self.sizes.but(row=self.sizes.partial_row),
         )
 
     def result(self, count: int) -> Rows:
@@ -153,7 +153,7 @@ class Call:
             kernels.finish(partial, values, self.divisor)
 
 
-def partial_dtype(op: Op, dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
+def dtype_of_partials(op: Op, dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
     """The dtype of partial sums of rows that are sent as `dtype`, and were given as `own`."""
     if own == dtype:
         return op.accumulator(dtype)

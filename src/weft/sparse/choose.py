@@ -1,9 +1,9 @@
 """The rule: which algorithm a sparse all-reduce runs.
 
 It reads what every rank knows once a call is open: how many ranks there are and which of them share
-a host, how many rows they bring and of how many bytes, how high the table is, whether the op is a
-function. All of that is whole numbers, which every machine computes alike, and none of it is
-measured. So the same call takes the same algorithm on every rank, link and day.
+a host, how many rows they bring and of how many bytes, how high the table is. All of that is whole
+numbers, which every machine computes alike, and none of it is measured. So the same call takes the
+same algorithm on every rank, link and day.
 
 The first of these lines that fits a call decides. A line whose algorithm cannot serve the call, or
 would need more workspace than a call may use, is passed over; the last one always serves: `holders`

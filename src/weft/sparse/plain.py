@@ -86,7 +86,8 @@ def look(verbs: Verbs, request: Request) -> None:
 def heard(group: Group, name: str, said: str) -> tuple[Verbs, torch.device]:
     """The verbs, and the device, of a rank that has learnt where rows are; collective.
 
-    All ranks open the call again, those that knew, too: some may have no such device.
+    All ranks open the call again, the one that knew in `sparse_broadcast`: some may have no such
+    device.
 
     Args:
         group: of the call.
@@ -154,8 +155,8 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
             found = fresh((len(indices), *shape), call.dtype, values.device)
         out = found if step == width else found[:, columns]
         sums = out
-        if not out.is_contiguous() or call.partial != call.dtype:
-            sums = fresh((len(indices), *some.shape[1:]), call.partial, values.device)
+        if not out.is_contiguous() or call.partial_dtype != call.dtype:
+            sums = fresh((len(indices), *some.shape[1:]), call.partial_dtype, values.device)
         combine(table, front, sums)
         call.finish(sums, out)
     return indices, found
@@ -240,7 +241,7 @@ def _is_small(verbs: Verbs, call: Call) -> bool:
     if height is None or call.op.name not in ("sum", "avg") or not call.op.builtin:
         return False
     is_less = 2 * height < verbs.size * call.sizes.most
-    return is_less and verbs.reduces("sum", call.partial)
+    return is_less and verbs.reduces("sum", call.partial_dtype)
 
 
 def _table_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor, Tensor]:
@@ -255,8 +256,8 @@ def _table_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor
     own = fresh((len(rows), width), call.dtype, device)
     kernels.reduce(values, rows.distinct, call.op, out=own)
     where = rows.indices.long()
-    table = torch.zeros(height, width, dtype=call.partial, device=device)
-    table.index_copy_(0, where, own.to(call.partial))
+    table = torch.zeros(height, width, dtype=call.partial_dtype, device=device)
+    table.index_copy_(0, where, own.to(call.partial_dtype))
     is_there = torch.zeros(height, dtype=torch.uint8, device=device).index_fill_(0, where, 1)
     verbs.all_reduce(table, "sum")
     verbs.all_reduce(is_there, "max")

@@ -22,7 +22,7 @@ class Record:
         messages: sent by this rank, the opening exchange included.
         sent_bytes: in those messages.
         bound_bytes: bytes that the average rank must receive, whatever the algorithm.
-        seconds: from the opening to the result.
+        seconds: from the call's turn to the result; of a list for all its tables.
         ranges: of `sparse_reduce_scatter`: rank r owns the indices from `ranges[r]` up to, not
             including, `ranges[r + 1]`.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .canonical import CanonicalRows
 
 ALONE = "alone"
-"""What "runs" where the group is one rank."""
+"""What "runs" where the group is one rank, but for what goes by `plain`."""
 
 EAGER = "eager"
 """What runs where all rows travelled in the opening exchange."""

@@ -1,6 +1,6 @@
 """The steps of a call, the same for every algorithm and for every collective of the family.
 
-1. Who carries the rows: weft's wire, or verbs (`plain`). It is asked here alone.
+1. Who carries the rows: weft's wire, or verbs (`plain`).
 2. `begun`: this rank's rows in their canonical form, and a header of them, or the rows themselves;
    all ranks tell all others their arguments and their headers, and know the same of the call.
 3. Run: for a sparse all-reduce the algorithm that the rule names (`choose`). If a caller's function
@@ -28,7 +28,7 @@ from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.interface import Verbs
 from ..verbs.posted import PostedVerbs
 from . import plain
-from .call import Call, partial_dtype, row_bytes
+from .call import Call, dtype_of_partials, row_bytes
 from .canonical import CanonicalRows
 from .choose import Line, chosen
 from .explanation import Explanation
@@ -68,7 +68,7 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
     # from here on every rank knows the same of the call
     device = request.device
     said = opening.fields["device"]
-    if said != carried_by(verbs):  # as a rank learns that had said nothing of it
+    if said != carried_by(verbs):  # the listeners of `sparse_broadcast` had said nothing of it
         verbs, device = plain.heard(group, name, said)
     known: Header | None = header
     if not header.total:
@@ -86,7 +86,7 @@ def _verbs_for(group: Group, request: Request) -> Verbs | None:
     Raises:
         WeftError: nobody carries them; or the algorithm that was asked for needs the wire.
     """
-    if request.fields.get("device", "") is None:  # the opening will tell
+    if request.fields.get("device", "") is None:  # a listener: the opening will tell
         return None
     verbs = verbs_of(group, request.device)
     if verbs is None:
@@ -133,21 +133,21 @@ def _call_of(
     """The call, of which all ranks know the same."""
     rows = request.rows
     op = request.op
-    summed_as = partial_dtype(op, request.dtype, rows.values.dtype)
+    summed_as = dtype_of_partials(op, request.dtype, rows.values.dtype)
     header = Header.of_all(headers)
     counts = [one.total for one in headers]
-    places = header.highest + 1
+    end = header.highest + 1
     sizes = Sizes(
         ranks=group.size,
         total=header.total,
         most=max(counts),
         fewest=min(counts),
         # without a height, assume the smallest tensor that holds all rows
-        height=places if rows.height is None else rows.height,
+        height=end if rows.height is None else rows.height,
         row=row_bytes(rows.row_shape, request.dtype),
-        partial=row_bytes(rows.row_shape, summed_as),
-        index=4 if places < 2**31 else 8,  # one above them fits, too
-        places=places,
+        partial_row=row_bytes(rows.row_shape, summed_as),
+        index=4 if end < 2**31 else 8,  # one above them fits, too
+        end=end,
         compiled=bool(header.compiled),
         hosts=hosts_of(group),
     )
@@ -262,8 +262,8 @@ def merge_eager(rows_of_all: Sequence[Rows], call: Call) -> Rows:
     union = kernels.union([rows.indices.to(index) for rows in rows_of_all])
     result = call.result_at(union.indices)
     sums = result.values
-    if call.partial != call.dtype:
-        sums = torch.empty(sums.shape, dtype=call.partial)
+    if call.partial_dtype != call.dtype:
+        sums = torch.empty(sums.shape, dtype=call.partial_dtype)
     for slots, rows in zip(union.slots, rows_of_all, strict=True):
         kernels.combine(sums, slots, rows.values, call.op)
     call.finish(sums, result.values)

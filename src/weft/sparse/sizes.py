@@ -27,9 +27,9 @@ class Sizes:
         fewest: rows of the rank with fewest.
         height: rows of the dense tensor, or None if nothing is known of it.
         row: bytes of a row's values.
-        partial: bytes of a row's values while only some ranks' are added.
+        partial_row: bytes of a row's values while only some ranks' are added.
         index: bytes of an index on the wire, 4 or 8.
-        places: indices lie below this.
+        end: indices lie below this.
         compiled: all ranks have machine code, which `holders` and packed index lists are made of.
         chunk: bytes of values sent at a time.
         gaps: index lists are written as gaps, in few bits.
@@ -43,9 +43,9 @@ class Sizes:
     fewest: int
     height: int | None
     row: int
-    partial: int
+    partial_row: int
     index: int = 4
-    places: int = 0
+    end: int = 0
     compiled: bool = True
     chunk: int = 1 << 18
     gaps: bool = False
@@ -59,7 +59,7 @@ class Sizes:
     @property
     def incoming(self) -> int:
         """Bytes of the values of a row that a rank has, and sends to who sums it."""
-        return self.partial if self.summed else self.row
+        return self.partial_row if self.summed else self.row
 
     @property
     def mean(self) -> float:
@@ -69,7 +69,7 @@ class Sizes:
     @property
     def union(self) -> tuple[int, int]:
         """U, rows of the result: the fewest and the most that they can be."""
-        return self.most, min(self.total, self.places)
+        return self.most, min(self.total, self.end)
 
     def bound(self, union: int) -> float:
         """Bytes that the average rank must receive, an index counted as 4.

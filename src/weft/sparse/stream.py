@@ -108,7 +108,7 @@ class IndexLists:
 
     def _unpacked(self, peer: int, message: Tensor) -> Tensor:
         call = self._call
-        given = message, call.wire_index, call.sizes.places - 1, self._room
+        given = message, call.wire_index, call.sizes.end - 1, self._room
         return call.group.decode(peer, "an index list", codec.unpack, *given)
 
     def _room(self, nbytes: int) -> Tensor:
@@ -414,14 +414,14 @@ def merge_blocks(
     else:
         first_keys = union.indices[torch.arange(0, total, step)]
         bounds = [[*torch.searchsorted(run, first_keys).tolist(), run.numel()] for run in runs]
-    direct = call.partial == call.dtype
+    direct = call.partial_dtype == call.dtype
     placed = [*zip(union.slots, sources, bounds, strict=True)]
-    with call.group.lease(0 if direct else min(step, total) * call.sizes.partial) as memory:
+    with call.group.lease(0 if direct else min(step, total) * call.sizes.partial_row) as memory:
         for block, start in enumerate(starts):
             stop = min(start + step, total)
             sums = final = out[start:stop]
             if not direct:
-                sums = typed(memory, (stop - start, *call.row_shape), call.partial)
+                sums = typed(memory, (stop - start, *call.row_shape), call.partial_dtype)
             combine_block(sums, placed, block, start, call.op)
             call.finish(sums, final)
             yield start, stop

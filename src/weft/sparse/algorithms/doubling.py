@@ -75,13 +75,13 @@ class _Message:
         self.bytes = memory[:end]
         self.release = release
         self.indices = typed(memory, (count,), call.wire_index, 8)
-        self.values = typed(memory, (count, *call.row_shape), call.partial, head)
+        self.values = typed(memory, (count, *call.row_shape), call.partial_dtype, head)
 
 
 def _extent(call: Call, count: int) -> tuple[int, int]:
     """Where in a message the values begin, at a multiple of 8 bytes, and where they end."""
     head = 8 + -(-count * call.sizes.index // 8) * 8
-    return head, head + count * call.sizes.partial
+    return head, head + count * call.sizes.partial_row
 
 
 def _made(call: Call, indices: Tensor) -> _Message:
@@ -105,8 +105,8 @@ def _exchange(call: Call, peer: int, sent: Sequence[_Message], count: int) -> li
 
     def read(memory: Tensor) -> _Message:
         message = _Message(call, memory, pending.release)
-        if not kernels.ascends(message.indices, call.sizes.places - 1):
-            raise ValueError(f"its indices do not ascend from 0 to {call.sizes.places - 1}")
+        if not kernels.ascends(message.indices, call.sizes.end - 1):
+            raise ValueError(f"its indices do not ascend from 0 to {call.sizes.end - 1}")
         return message
 
     return [group.decode(peer, "rows", read, memory) for memory in pending.wait()]

@@ -143,7 +143,7 @@ class _Sums:
         self._slots = slots
         self._shares = shares
         self._step = step
-        self._direct = call.partial == call.dtype
+        self._direct = call.partial_dtype == call.dtype
         self._alone = shares.alone(call.group.rank)
         self._inflows: list[Inflow] = []
         self._runs: list[PlacedRun] = []
@@ -166,7 +166,7 @@ class _Sums:
             if count > self._step:
                 bounds = torch.searchsorted(places ^ (places >> 31), edges).tolist()
             self._runs.append((places, source, bounds))
-        self._lease = group.lease(0 if self._direct else self._step * self._call.sizes.partial)
+        self._lease = group.lease(0 if self._direct else self._step * self._call.sizes.partial_row)
         return self
 
     def write(self, number: int, out: Tensor) -> None:
@@ -176,7 +176,7 @@ class _Sums:
         is_alone = first + len(out) <= self._alone
         sums = out
         if not self._direct and not (is_alone and self._incoming.dtype == call.dtype):
-            sums = typed(self._lease.tensor, tuple(out.shape), call.partial)
+            sums = typed(self._lease.tensor, tuple(out.shape), call.partial_dtype)
         if is_alone:  # nothing is added, so nothing has to be widened
             self._own.take(self._rows[first : first + len(out)], sums)
             call.finish(sums, out)

@@ -91,8 +91,8 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
     with ExitStack() as leases:
 
         def workspace(indices: Tensor) -> Rows:
-            memory = leases.enter_context(group.lease(len(indices) * call.sizes.partial))
-            return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial))
+            memory = leases.enter_context(group.lease(len(indices) * call.sizes.partial_row))
+            return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial_dtype))
 
         # 1. in the host: what its ranks have of the range of each place
         ranges = bounds + bounds[-1:] * (len(host) - places)  # ranks without a place sum nothing
@@ -111,7 +111,7 @@ def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
                 place=share.place,
                 ready=share.send,
             )
-            own = CanonicalRows(sums, None, call.op, call.partial, group.memory)
+            own = CanonicalRows(sums, None, call.op, call.partial_dtype, group.memory)
             ALGORITHMS[line.algorithm](own, among)
         else:
             share.place(sums.indices)
