@@ -59,6 +59,22 @@ def test_who_comes_long_after_the_deadline_blames_itself_though_the_others_wait_
     assert caught.value.culprit == 0
 
 
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_who_is_to_blame_is_waited_for_where_it_is_there(monkeypatch, lost):
+    """The store may end with the first, and the other would not hear why."""
+    monkeypatch.setattr(store_module, "HELD_UP", 600.0)
+    store = dist.HashStore()
+    failure = "rank 1: it cannot listen", 1
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store_module.first_to_fail, store, 0, 2, failure, lost)
+        store.wait(["read/0"])
+        if not lost:
+            with pytest.raises(TimeoutError):
+                first.result(0.2)
+            assert store_module.first_to_fail(store, 1, 2, ("another", None)) == failure
+        assert first.result(patient(60.0)) == failure
+
+
 def test_who_stood_still_after_it_had_said_so_is_not_joined(monkeypatch):
     """By what others wrote before they gave up, who could not say so: the store is hosted here."""
     monkeypatch.setattr(gathering, "HELD_UP", 0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import gc
+import itertools
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,6 +29,7 @@ from cases import in_case
 from weft.base.arguments import LONGEST
 from weft.base.errors import Error, StillRunning, WeftError, WireError
 from weft.base.pace import patient
+from weft.group import callbacks as group_callbacks
 from weft.group.callbacks import Callbacks
 from weft.group.joining import connect
 from weft.group.server import Server
@@ -363,15 +366,21 @@ def test_callbacks_may_wait_for_futures_whose_callbacks_wait_for_others(group):
     for _ in range(500):
         last = group.worker.submit("job", lambda: 1).get_future().then(lambda done: done.value())
     assert last.wait() == 1
+    names = [each.name for each in threading.enumerate()]
+    assert names.count(f"weft callbacks {group.rank}") < 10
 
-    def threads_are_few():
-        names = [each.name for each in threading.enumerate()]
-        return names.count(f"weft callbacks {group.rank}") < 3
 
-    limit = time.monotonic() + patient(10)
-    while not threads_are_few():  # those that are idle end
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+def test_callbacks_keep_their_order(group):
+    gate, seen = threading.Event(), []
+    group.worker.submit("held", gate.wait)
+    for number in range(300):
+        future = group.worker.submit("job", lambda: 1).get_future()
+        last = future.then(lambda _, number=number: seen.append(number))
+    gate.set()
+    last.wait()
+    assert sorted(seen) == list(range(300))
+    # but where this machine stops the thread for longer than others wait for it
+    assert sum(before > after for before, after in itertools.pairwise(seen)) < 30
 
 
 @pytest.mark.parametrize("log_raises", [False, True])
@@ -390,7 +399,34 @@ def test_a_function_that_raises_ends_no_thread_of_callbacks(monkeypatch, log_rai
     callbacks.run(done.set)
     assert done.wait(patient(10))
     assert callbacks.end(patient(10))
-    assert told[0] == "a function of thread of this test failed"
+    assert told[0] == "a callback of a call failed"
+
+
+def test_who_comes_to_serve_as_the_last_callback_is_taken_leaves_the_next_to_others(monkeypatch):
+    """As on a busy machine, where the thread that watches is stopped before it takes over."""
+    callbacks, looks = Callbacks("of this test"), itertools.count()
+    waits, looked, released, ran = [threading.Event() for _ in range(4)]
+
+    def monotonic():
+        if next(looks) == 0:
+            return time.monotonic()
+        looked.set()
+        released.wait(patient(10))
+        return math.inf  # it has waited for long enough to serve in the other's place
+
+    clock = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(group_callbacks, "time", clock)
+    callbacks.prepare()
+    callbacks.run(waits.wait)
+    callbacks.run(released.set)
+    assert looked.wait(patient(10))
+    waits.set()
+    watchers = [each for each in threading.enumerate() if each.name == "of this test"][1:]
+    for each in watchers:
+        each.join(patient(10))
+    callbacks.run(ran.set)
+    assert ran.wait(patient(10))
+    assert callbacks.end(patient(10))
 
 
 def test_a_call_whose_submit_ends_as_somebody_looks_is_queued():

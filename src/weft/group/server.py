@@ -18,14 +18,11 @@ class Server:
     """A daemon thread that runs functions in order.
 
     Who calls holds no lock meanwhile, which an interrupt might leave held.
-
-    Attributes:
-        has_ended: whether it was told to end.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.has_ended = False
+        self._ended = False
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._serving = threading.Lock()  # held for good by the thread that runs the functions
         self._threads: list[threading.Thread] = []  # all that were started: one of them serves
@@ -45,18 +42,12 @@ class Server:
         """Queue a function."""
         self._queue.put(do)
 
-    def finish(self) -> None:
-        """Run what is queued here: the thread may have ended."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()()
-
     def _run(self) -> None:
         """The thread."""
         if not self._serving.acquire(blocking=False):
             return  # another one was started, and serves
         self._threads.append(threading.current_thread())
-        while not (self.has_ended and self._queue.empty()):
+        while not (self._ended and self._queue.empty()):
             try:
                 self._queue.get()()
             except BaseException:  # nobody else would run what comes next
@@ -65,7 +56,7 @@ class Server:
 
     def end(self, seconds: float | None = None) -> bool:
         """End the thread once the queue is empty; False if that took more than these seconds."""
-        self.has_ended = True
+        self._ended = True
         self._queue.put(_wake)
         threads = self._threads.copy()
         if threading.current_thread() in threads:

@@ -153,16 +153,16 @@ def first_to_fail(
         store: that all ranks share.
         rank, size: this rank, and how many there are.
         failure: what this rank says if it is the first.
-        lost: the ranks that will not read it.
+        lost: the ranks that will not read it, if this rank is the first.
     """
     answering = AnsweringStore(store, time.monotonic())
     with contextlib.suppress(RuntimeError):  # the store may be what failed
-        answering.compare_set("failure", "", json.dumps(failure))
-        text, culprit = json.loads(answering.get("failure"))
+        answering.compare_set("failure", "", json.dumps([*failure, *lost]))
+        text, culprit, *lost = json.loads(answering.get("failure"))
         failure = text, culprit
         answering.set(f"read/{rank}", "")
         until = time.monotonic() + patient(HELD_UP)
-        for each in {*range(size)}.difference(lost, [culprit]):
+        for each in {*range(size)}.difference(lost):
             has(answering, f"read/{each}", until, size)
     return failure
 
