@@ -28,7 +28,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.fixture(params=["small", "one piece", "many chunks"])
 def form(request, monkeypatch):
     """Each of the ways a tensor of a few thousand elements may go."""
-    monkeypatch.setattr(dense, "SMALL", 1 << 30 if request.param == "small" else 0)
+    monkeypatch.setattr(dense, "SENT_WHOLE", 1 << 30 if request.param == "small" else 0)
     monkeypatch.setattr(dense, "SCRATCH", 1 << 10 if request.param == "many chunks" else 1 << 30)
     monkeypatch.setattr(dense, "BLOCK", 100)
 
@@ -267,7 +267,7 @@ def reduce_on_hosts(group, places, dtype, op):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("chunk", [1 << 10, 1 << 30])
 def test_a_host_adds_first_what_its_ranks_have(monkeypatch, dtype, op, chunk):
-    monkeypatch.setattr(dense, "SMALL", 0)
+    monkeypatch.setattr(dense, "SENT_WHOLE", 0)
     monkeypatch.setattr(dense, "SCRATCH", chunk)
     for places in ("aabb", "abab", "aaabbbccc", "aab", "abcd", "aabbccdd"):
         with in_case(places):

@@ -4,8 +4,8 @@
 
 In the second call the rank `VICTIM` ends itself ("kill") or stops ("stop") as it comes to a verb:
 the first, the middle or the last one. Or it does so in the first call, which makes a process group
-of weft's own: as it comes to that ("made"), or once all ranks have ("making"). Each line that is
-printed is JSON.
+of weft's own: as it comes to that ("made"), or once all ranks have ("making"). In a fault "stop
+alone" nothing ends the waits of gloo. Each line that is printed is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weft.verbs import group as verbs_of_group
 from weft.verbs.group import GroupVerbs
 
 place, name, verb, fault, victim, timeout = sys.argv[1:]
+fault, _, is_alone = fault.partition(" ")
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -73,6 +74,8 @@ def failing_new(*args):
 GroupVerbs._run = failing_run
 GroupVerbs._make = failing_make
 verbs_of_group.new_process_group = failing_new
+if is_alone:
+    verbs_of_group._end_gloo = lambda group: None
 
 dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
 group = weft.init(wire="group", timeout=60.0)
@@ -123,6 +126,8 @@ try:
         CALLS[name]()
 except weft.WireError as error:
     say(culprit=error.culprit, text=str(error))
+if is_alone:
+    os._exit(0)
 try:
     dist.all_reduce(torch.ones(1))
     say(raised="")

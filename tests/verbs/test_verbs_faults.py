@@ -67,3 +67,12 @@ def test_survivors_name_who_failed(survivors, tmp_path, call, verb, size, victim
             assert SHORT - 0.5 < late < SHORT + patient(8.0), said
         assert torchs["raised"], torchs  # and has not waited
         assert torchs["at"] - said["at"] < patient(5.0)
+
+
+def test_survivors_need_nothing_that_ends_gloos_waits(survivors, tmp_path):
+    """It ends none for a message of which a part has come."""
+    given = str(tmp_path / "place"), "sum", "middle", "stop alone", "0", str(SHORT)
+    began, printed = survivors(PROGRAM, given, [{}] * 3, 0)
+    for _, said in printed.values():
+        assert said["culprit"] == 0, said
+        assert SHORT - 0.5 < said["at"] - began < SHORT + patient(8.0), said

@@ -205,6 +205,7 @@ def shutdown() -> None:
         return  # a forked child must not say goodbye in its parent's name
     default.clear("weft.shutdown() was called; call weft.init() again")
     slow.choose(None)
+    process_group.choose_wire(None)
     running.group.end_with(None)
     running.group.close()
     if running.made:
@@ -268,6 +269,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
     except BaseException:  # Ctrl-C, too
         _running = None
         slow.choose(None)
+        process_group.choose_wire(None)
         descent.take_mark_back()
         if group is not None:
             default.clear("call weft.init() first")

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from ..base.errors import WeftError
 from ..base.tensors import flattened
-from ..group import channels
-from ..group.channels import GATHERS, SCATTERS
+from ..group.channels import GATHERS, SCATTERS, SMALL
 from ..group.group import Group
 from ..group.pending import Pending
 from ..kernels import pool
@@ -39,7 +38,7 @@ from ..verbs.carrier import verbs_of
 from ..verbs.interface import Verbs
 from .hosts import row_and_column
 
-SMALL = 1 << 13  # bytes that every rank rather sends whole to all others
+SENT_WHOLE = 1 << 13  # bytes that every rank rather sends whole to all others
 SCRATCH = 6 << 20  # bytes of others' contributions that a rank collects at once
 # elements that are combined at once, in memory that stays in the cache; of more than these torch
 # would give a part to threads of its own
@@ -81,7 +80,7 @@ def dense_all_reduce(group: Group, tensor: Tensor, op: str) -> Pending:
     if verbs is not None:
         by_verbs(verbs, tensor, op)
         return _Reduction(tensor)
-    if tensor.nbytes <= SMALL:
+    if tensor.nbytes <= SENT_WHOLE:
         return _whole(group, tensor, op)
     grid = row_and_column(group)
     if grid is None:
@@ -148,7 +147,7 @@ def _whole(group: Group, tensor: Tensor, op: str) -> Pending:
     own = flattened(tensor).view(torch.uint8)
     rank = group.rank
     recvs = [(peer, len(own)) for peer in sorted(group.peers)]
-    others = group.post([(peer, own) for peer in group.peers], recvs, channels.SMALL)
+    others = group.post([(peer, own) for peer in group.peers], recvs, SMALL)
 
     def complete() -> None:
         parts = others.wait()

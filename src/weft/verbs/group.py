@@ -83,7 +83,7 @@ class GroupVerbs:
         found = fresh((self.size * own.numel(),), torch.uint8, mine.device)
         counts = [own.numel()] * self.size
         self._count(counts)
-        self._run("all_gather", lambda group: _all_gather(found, own, group))
+        self._run("all_gather", lambda group, later: _all_gather(found, own, group, later))
         return self._in_rank_order(found, counts).view(mine.dtype)
 
     def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
@@ -95,7 +95,9 @@ class GroupVerbs:
         self._count(to)
         self._run(
             "all_to_all",
-            lambda group: dist.all_to_all_single(found, sent, incoming, outgoing, group=group),
+            lambda group, later: dist.all_to_all_single(
+                found, sent, incoming, outgoing, group=group, async_op=later
+            ),
         )
         return self._in_rank_order(found, of).view(mine.dtype)
 
@@ -105,7 +107,10 @@ class GroupVerbs:
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         # about what any algorithm sends: twice its part of the tensor
         self._count([2 * tensor.nbytes // self.size] * self.size)
-        self._run("all_reduce", lambda group: dist.all_reduce(tensor, _OPS[op], group=group))
+        self._run(
+            "all_reduce",
+            lambda group, later: dist.all_reduce(tensor, _OPS[op], group=group, async_op=later),
+        )
         if op == "avg":
             tensor.div_(self.size)
 
@@ -113,16 +118,32 @@ class GroupVerbs:
         self._count([tensor.nbytes if self.rank == root else 0] * self.size)
         number = self._numbers[root]
         flat = bytes_of(tensor)
-        self._run("broadcast", lambda group: dist.broadcast(flat, group=group, group_src=number))
+        self._run(
+            "broadcast",
+            lambda group, later: dist.broadcast(
+                flat, group=group, group_src=number, async_op=later
+            ),
+        )
 
     def read(self, numbers: Tensor) -> list[int]:
         return read(self._group, numbers, self.name)
 
-    def _run(self, what: str, verb: Callable[[dist.ProcessGroup], Any]) -> None:
-        """Call a verb of the process group, in a wait of the session's."""
+    def _run(self, what: str, verb: Callable[[dist.ProcessGroup, bool], Any]) -> None:
+        """Call a verb of the process group, in a wait of the session's.
+
+        The host waits for gloo in steps, between which it looks for a verdict: what ends gloo's
+        waits does not end that for a message of which a part has come.
+        """
         if self._is_own and self._made is None:
             self._make()
-        self._wait(what, lambda: verb(self._process_group()))
+
+        def run() -> None:
+            work = verb(self._process_group(), self._backend == "gloo")
+            while work is not None and not _is_through(work):
+                if self._failure is not None:
+                    raise RuntimeError(self._failure.text)
+
+        self._wait(what, run)
 
     def _wait(self, what: str, body: Callable[[], Any]) -> Any:
         wait = _Wait(self._group, f"{what} over {self.name}", body, self.failure)
@@ -277,10 +298,21 @@ def read(group: Group, numbers: Tensor, name: str = "") -> list[int]:
     return found
 
 
-def _all_gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+def _all_gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup, later: bool) -> Any:
     """Torch's all-gather into one tensor, by the name that it has in this release."""
     into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    into(found, mine, group=group)
+    return into(found, mine, group=group, async_op=later)
+
+
+def _is_through(work: Any) -> bool:
+    """Wait for a call of gloo's for a moment; whether it is through. Raises what it has raised."""
+    try:
+        work.wait(timedelta(seconds=NAP))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended since, or raised
+    return True
 
 
 def _end(group: Any) -> None:
