@@ -508,9 +508,11 @@ def new_process_group(
         "xccl": getattr(dist, "ProcessGroupXCCL", None),
         "ucc": getattr(dist, "ProcessGroupUCC", None),
     }
+    maker: Any = makers.get(kind)
     plugin = getattr(dist.Backend, "_plugins", {}).get(kind.upper())
-    maker: Any = plugin.creator_fn if plugin is not None else makers.get(kind)
-    if maker is None or (plugin is not None and plugin.extended_api):
+    if maker is None and plugin is not None and not plugin.extended_api:
+        maker = plugin.creator_fn
+    if maker is None:
         raise RuntimeError(f"torch makes no {kind} group that is not the program's")
     limit: Any = timedelta(seconds=timeout)
     if kind in ("nccl", "xccl"):
