@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -121,7 +122,7 @@ class Statement:
     host: str
     kind: str
     trouble: str
-    endpoint: dict[str, object]
+    endpoint: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class _Joining:
         # a rank that is connected leaves only when all others are, too
         check = check_nothing if look is None else functools.partial(look, lambda: range(self.size))
         with contextlib.ExitStack() as stack:
-            endpoint: dict[str, object] = {}
+            endpoint: dict[str, Any] = {}
             try:
                 trouble = trouble or make_room(self.size - 1) or ""
                 backlog = len(LANES) * self.size + STRANGERS
@@ -238,7 +239,7 @@ class _Joining:
             peers = {}
             for peer, each in enumerate(statements):
                 if peer != self.rank:
-                    peers[peer] = Endpoint(**each.endpoint)  # type: ignore[arg-type]  # JSON's
+                    peers[peer] = Endpoint(**each.endpoint)
             messages, control = listener.connect(self.rank, peers, self.deadline, check)
         for sock in control.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)

@@ -93,7 +93,8 @@ class Loops(dict[str, Any]):
     def _make(self, names: Sequence[str], folder: Path) -> None:
         """Make those that no other process makes meanwhile."""
         turn = filelock.FileLock(folder.with_suffix(".lock"), timeout=WAIT)
-        with suppress(filelock.Timeout, OSError, NotImplementedError):  # it is made here, too
+        # where the lock is not to be had, two processes make the same, which harms nobody
+        with suppress(filelock.Timeout, OSError, NotImplementedError):
             turn.acquire()
         try:
             absent = self.load_kept(names, folder)

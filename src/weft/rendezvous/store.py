@@ -84,14 +84,12 @@ class AnsweringStore:
         """
         if self._host is None:  # a file, or this process's own memory
             return request(*args)
-        silent = SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
-        if self._is_silent:
-            raise silent
-        try:
-            return within(self._deadline - time.monotonic(), lambda: request(*args))
-        except TimeoutError:
-            self._is_silent = True
-            raise silent from None
+        if not self._is_silent:
+            try:
+                return within(self._deadline - time.monotonic(), lambda: request(*args))
+            except TimeoutError:
+                self._is_silent = True
+        raise SilentStoreError(f"the store at {self._host} port {self._port} does not answer")
 
 
 def exchange(
