@@ -142,7 +142,7 @@ def test_a_lock_that_is_held_for_long_is_not_waited_for(tmp_path):
     body = """
 import filelock
 jit.WAIT = 0.1
-with filelock.FileLock(jit.folder_of_instances().with_suffix(".lock")):
+with filelock.FileLock(f"{jit.folder_of_instances()}.{jit.USUAL[0]}.lock"):
     count()
 """
     (output,) = forked(1, body, tmp_path)

@@ -92,7 +92,8 @@ class Loops(dict[str, Any]):
 
     def _make(self, names: Sequence[str], folder: Path) -> None:
         """Make those that no other process makes meanwhile."""
-        turn = filelock.FileLock(folder.with_suffix(".lock"), timeout=WAIT)
+        # who makes one instance within a call does not wait for who makes others
+        turn = filelock.FileLock(f"{folder}.{names[0]}.lock", timeout=WAIT)
         # where the lock is not to be had, two processes make the same, which harms nobody
         with suppress(filelock.Timeout, OSError, NotImplementedError):
             turn.acquire()
