@@ -4,8 +4,9 @@
 
 In the second call the rank `VICTIM` ends itself ("kill") or stops ("stop") as it comes to a verb:
 the first, the middle or the last one. Or it does so in the first call, which makes a process group
-of weft's own: as it comes to that ("made"), or once all ranks have ("making"). In a fault "stop
-alone" nothing ends the waits of gloo. Each line that is printed is JSON.
+of weft's own: as it comes to that ("made"), once all ranks have ("making"), or as it comes to that
+group's first collective ("connecting"). In a fault "stop alone" nothing ends the waits of gloo.
+Each line that is printed is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Verbs:
     fails_in = None
 
 
-run, make, new = GroupVerbs._run, GroupVerbs._make, verbs_of_group.new_process_group
+run, connect = GroupVerbs._run, GroupVerbs._connect
+new, reduce = verbs_of_group.new_process_group, dist.all_reduce
 
 
 def failing_run(self, what, body):
@@ -59,10 +61,10 @@ def failing_run(self, what, body):
     run(self, what, body)
 
 
-def failing_make(self):
+def failing_connect(self):
     if verb == "made":
         fail()
-    make(self)
+    connect(self)
 
 
 def failing_new(*args):
@@ -71,8 +73,14 @@ def failing_new(*args):
     return new(*args)
 
 
+def failing_reduce(*args, **options):
+    if verb == "connecting":
+        fail()
+    return reduce(*args, **options)
+
+
 GroupVerbs._run = failing_run
-GroupVerbs._make = failing_make
+GroupVerbs._connect = failing_connect
 verbs_of_group.new_process_group = failing_new
 if is_alone:
     verbs_of_group._end_gloo = lambda group: None
@@ -112,7 +120,7 @@ CALLS = {
     "sync_grads": sync_grads,
     "ddp": lambda: ddp(torch.arange(64).view(8, 8)).sum().backward(),
 }
-is_new = verb in ("made", "making")
+is_new = verb in ("made", "making", "connecting")
 try:
     if not is_new:
         CALLS[name]()
@@ -122,6 +130,7 @@ try:
     group.set_timeout(float(timeout))
     say(verbs=Verbs.count)
     Verbs.count = 0
+    dist.all_reduce = failing_reduce
     while True:
         CALLS[name]()
 except weft.WireError as error:
@@ -129,7 +138,7 @@ except weft.WireError as error:
 if is_alone:
     os._exit(0)
 try:
-    dist.all_reduce(torch.ones(1))
+    reduce(torch.ones(1))
     say(raised="")
 except RuntimeError as error:
     say(raised=str(error))

@@ -46,7 +46,11 @@ CASES = [  # the call, the verb, how many ranks there are, and which of them fai
     ("sum later", "made", 3, 1),
     ("sum later", "making", 2, 1),
     ("sum later", "making", 3, 0),
+    ("sum later", "connecting", 3, 1),
 ]
+
+
+NEW = ("made", "making", "connecting")
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
@@ -57,7 +61,7 @@ def test_survivors_name_who_failed(survivors, tmp_path, call, verb, size, victim
     began, printed = survivors(PROGRAM, given, [{}] * size, victim)
     seen = "died" if fault == "kill" else "does not answer (stopped, cut off, or stuck in foreign"
     for rank, (first, said, torchs) in printed.items():
-        assert first["verbs"] == (0 if verb in ("made", "making") else VERBS[call])
+        assert first["verbs"] == (0 if verb in NEW else VERBS[call])
         assert said["culprit"] == victim, said
         assert said["text"].startswith(f"rank {rank}: rank {victim} {seen}"), said
         late = said["at"] - began

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import new_process_group, store_of
-from ..base.devices import IN_A_GRAPH, is_capturing
+from ..base.devices import IN_A_GRAPH, claim_thread, is_capturing
 from ..base.errors import WeftError
 from ..base.latch import NAP, join
 from ..base.memory import bytes_of, fresh
@@ -72,6 +72,7 @@ class GroupVerbs:
         self._is_own = is_own or group.process_group() is None
         self._device = device
         self._made: dist.ProcessGroup | None = None  # of weft's own
+        self._is_connected = backend == "gloo" and not self._is_own  # as torch made it
         self._failure: Failure | None = None
         # a process group numbers its ranks as the job does: for each rank its number there
         ascending = sorted(group.global_ranks)
@@ -134,8 +135,8 @@ class GroupVerbs:
         The host waits for gloo in steps, between which it looks for a verdict: what ends gloo's
         waits does not end that for a message of which a part has come.
         """
-        if self._is_own and self._made is None:
-            self._make()
+        if not self._is_connected:
+            self._connect()
 
         def run() -> None:
             work = verb(self._process_group(), self._backend == "gloo")
@@ -156,44 +157,54 @@ class GroupVerbs:
             raise RuntimeError("the process group was destroyed")
         return group
 
-    def _make(self) -> None:
-        """Make a process group of weft's own, in the first call: all ranks are here.
+    def _connect(self) -> None:
+        """Make a process group, if it is to be one of weft's own, and have its ranks connect.
 
-        No `dist.new_group`, whose names follow from how many groups a rank has made: of ranks that
-        were in calls of other subsets each has made another number.
+        So it is in the first call: all ranks are here. No `dist.new_group`, whose names follow from
+        how many groups a rank has made: of ranks that were in calls of other subsets each has made
+        another number.
         """
-        token = self._group.all_gather_bytes(secrets.token_bytes(8), bytes)[0].hex()
-        self._made = self._wait("the making of a process group", lambda: self._new(token))
+        token = ""
+        if self._is_own:
+            token = self._group.all_gather_bytes(secrets.token_bytes(8), bytes)[0].hex()
+        self._wait("the making of a process group", lambda: self._until_connected(token))
+        self._is_connected = True
+
+    def _until_connected(self, token: str) -> None:
+        """Wait for a thread that connects the ranks which have this token; collective.
+
+        Nothing ends the wait of a backend that connects, as NCCL does within its first collective,
+        for a rank that does not come. A verdict leaves the thread there.
+        """
+        raised: list[RuntimeError] = []
+
+        def connect() -> None:
+            if self._device.type != "cpu":
+                claim_thread(self._device)
+            try:
+                if self._is_own:
+                    self._made = self._new(token)
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self._process_group())
+            except RuntimeError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=connect, name="weft process group", daemon=True)
+        thread.start()
+        while not join(thread, NAP):
+            if self._failure is not None:
+                raise RuntimeError(self._failure.text)
+        if raised:
+            raise raised[0]
 
     def _new(self, token: str) -> dist.ProcessGroup:
-        """A new process group of the ranks that have this token; collective.
-
-        Nothing ends gloo's wait for a rank that does not come. So it is a thread that waits, which
-        is left there by a verdict, until the deadline.
-        """
+        """A new process group of the ranks that have this token; collective."""
         world = dist.group.WORLD
         store = None if world is None else store_of(world)
         if store is None:
             raise RuntimeError("the process group was destroyed")
         space = dist.PrefixStore(f"weft/verbs/{token}", store)
         place = self._device.type, space, self._numbers[self.rank], self.size
-        found: list[dist.ProcessGroup | RuntimeError] = []
-
-        def make() -> None:
-            try:
-                found.append(new_process_group(self._backend, *place, self._group.timeout))
-            except RuntimeError as error:
-                found.append(error)
-
-        maker = threading.Thread(target=make, name="weft process group", daemon=True)
-        maker.start()
-        while not join(maker, NAP):
-            if self._failure is not None:
-                raise RuntimeError(self._failure.text)
-        (made,) = found
-        if isinstance(made, RuntimeError):
-            raise made
-        return made
+        return new_process_group(self._backend, *place, self._group.timeout)
 
     def _count(self, nbytes: Sequence[int]) -> None:
         """Count what goes to each rank."""
