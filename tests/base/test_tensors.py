@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from weft.base.tensors import shares_elements
+from weft.base.tensors import overlapping, shares_elements
 
 
 def test_elements_share_memory_where_two_places_are_one():
@@ -22,6 +22,20 @@ def test_elements_share_memory_where_two_places_are_one():
             ]
             if len({*places}) < len(places):
                 assert shares_elements(tensor), (shape, steps)
+
+
+def test_tensors_overlap_from_their_first_byte_to_their_last():
+    memory = torch.empty(100)
+    for first, second, overlap in (
+        (memory[:4], memory[4:], False),
+        (memory[:4], memory[3:], True),
+        (memory[0:7:2], memory[7:], False),  # up to the last element, and no further
+        (memory[0:7:2], memory[6:], True),
+        (memory[0:7:2], memory[1:8:2], True),  # one within the other
+        (memory[4:4], memory, False),
+    ):
+        assert overlapping(first, second) == overlap
+        assert overlapping(second, first) == overlap
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels
 from ..base import _torch
 from ..base.arguments import shown, wrong_timeout
 from ..base.errors import WeftError
@@ -104,7 +103,6 @@ class WeftGroup(_ProcessGroup):  # type: ignore[misc]  # as said above
         def prepare(group: Group) -> calls.Job:
             tensor = _single(tensors)
             if tensor.layout == torch.sparse_coo:
-                kernels.prepare()  # compile here, before the deadline of any wait begins
                 return calls.sparse_all_reduce(group, tensor, _op_of(opts))
             return calls.all_reduce(group, tensor, _op_of(opts))
 

@@ -10,7 +10,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from .latch import join
 from .pace import patient
@@ -37,6 +37,41 @@ def _end_left() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
+class Aside(Generic[T]):
+    """A call that runs in a thread of its own."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._answers: list[T] = []
+        self._errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._ask, name="weft asks", daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            self._answers.append(self._function())
+        except Exception as error:
+            self._errors.append(error)
+
+    def ends(self, seconds: float) -> bool:
+        """Wait so long for its end; whether it has come."""
+        return join(self._thread, seconds)
+
+    def answer(self) -> T:
+        """What the function returned.
+
+        Raises:
+            TimeoutError: it has not yet; it is left behind.
+            Exception: what it raised.
+        """
+        if self._errors:
+            raise self._errors[0]
+        if not self._answers:
+            _left.append(self._thread)
+            raise TimeoutError("no answer in time")
+        return self._answers[0]
+
+
 def within(seconds: float, function: Callable[[], T]) -> T:
     """What a function returns.
 
@@ -48,24 +83,9 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         >>> within(60.0, lambda: "an answer")
         'an answer'
     """
-    answers: list[T] = []
-    errors: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            answers.append(function())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask, name="weft asks", daemon=True)
-    thread.start()
-    join(thread, seconds)
+    asked = Aside(function)
+    asked.ends(seconds)
     for _ in range(PIECES):
-        if join(thread, patient(PIECE)):
+        if asked.ends(patient(PIECE)):
             break
-    if errors:
-        raise errors[0]
-    if not answers:
-        _left.append(thread)
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return answers[0]
+    return asked.answer()

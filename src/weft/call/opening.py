@@ -23,6 +23,9 @@ rank draws the same conclusion. Step by step (`opened`):
 Beside its statement a rank may tell each other rank something that is for that one alone, *in
 private*, on which nothing may be decided but between those two. Of many ranks that takes a round
 of its own, after the conclusion.
+
+Sparse calls have fields and a body alone: who follows them may skip what is said of the mode, the
+digest and what is private, which are for dense calls and layers, and `watch`, a barrier's.
 """
 
 from __future__ import annotations

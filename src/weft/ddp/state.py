@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels
 from ..base.errors import check
 from ..call.attempt import preparing
 from ..call.opening import opened
@@ -97,7 +96,6 @@ class State:
             WeftError: the ranks' states differ, or one is wrong; the same text on every rank.
         """
         if self.joined is None:
-            kernels.prepare()
             given = self._handle
             group = given if isinstance(given, Group) else process_group.of_group(given)
             # dense buckets are not compared one by one

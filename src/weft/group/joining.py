@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import kernels
 from ..base import watch
 from ..base.arguments import LONGEST, in_words
 from ..base.errors import AbsentError, WeftError, WireError
@@ -157,11 +158,12 @@ class _Joining:
             slow = watch.chosen()
         except WeftError as error:
             trouble = str(error)  # which all ranks raise, once they have met
-        self.deadline = time.monotonic() + self.timeout
         if self.size == 1:
             if trouble:
                 raise WeftError(f"{own_rank()}{trouble}")
             return self._session_over(alone(), [own_host()], None, self.store)
+        kernels.prepare()  # before the deadline of any wait begins
+        self.deadline = time.monotonic() + self.timeout
         space, links, sockets, statements = self._meet(trouble)
         detector = Detector(self.rank, self.timeout, links, slow, global_ranks=self.ranks)
         try:

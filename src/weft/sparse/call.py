@@ -54,7 +54,7 @@ class Call:
         headers: of each rank; none in a step of another schedule.
         rows_of_all: of each rank, if the opening exchange carried all of them.
         verbs: that carry the rows where no algorithm of the wire does (`plain`); else None.
-        place: gives the memory of a result with these indices, if the schedule is one step of
+        allocate: gives the memory of a result with these indices, if the schedule is one step of
             another one. The ranks that get the result then tell each other where it has rows, and
             wait for that.
         ready: is told before which row the result does not change any more; a schedule need not
@@ -73,7 +73,7 @@ class Call:
     headers: Sequence[Header] = ()
     rows_of_all: Sequence[Rows] | None = None
     verbs: Verbs | None = None
-    place: Callable[[Tensor], Rows] | None = None
+    allocate: Callable[[Tensor], Rows] | None = None
     ready: Callable[[int], object] = _ignore
 
     @property
@@ -139,10 +139,10 @@ class Call:
     def result_at(self, *lists: Tensor) -> Rows:
         """Memory for a result with these indices, one list after the other, which are copied.
 
-        Nothing is sent, unless the schedule is one step of another one: see `place`.
+        Nothing is sent, unless the schedule is one step of another one: see `allocate`.
         """
-        if self.place is not None:
-            return self.place(torch.cat(lists))
+        if self.allocate is not None:
+            return self.allocate(torch.cat(lists))
         result = self.result(sum([indices.numel() for indices in lists]))
         torch.cat(lists, out=result.indices)
         return result

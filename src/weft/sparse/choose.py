@@ -104,14 +104,14 @@ def lines_apart(sizes: Sizes) -> Iterator[Line]:
 
 
 def between_hosts(sizes: Sizes) -> tuple[Line, Sizes]:
-    """What `split` runs among the ranks of one place, one of each host, and the sizes that it has.
+    """What `split` runs among ranks of all hosts, one of each, and the sizes that it has.
 
     All ranks of a host take part, each with its part of the indices: the lines see one rank of each
     host that has them all.
     """
     hosts = len(sizes.ranks_of_hosts)
-    of_place = -(-sizes.total // sizes.places_of_hosts)
-    among = sizes.but(ranks=hosts, total=of_place, height=None, hosts=None, summed=True)
+    of_each = -(-sizes.total // sizes.local_ranks)
+    among = sizes.but(ranks=hosts, total=of_each, height=None, hosts=None, summed=True)
     of_hosts = sizes.but(ranks=hosts, total=-(-sizes.total * hosts // sizes.ranks), hosts=None)
     fitting = (line for line in lines_apart(of_hosts) if line.algorithm != "doubling")
     return first_served(among, fitting), among
@@ -127,7 +127,8 @@ def serves(sizes: Sizes, algorithm: str) -> bool:
     if algorithm == "holders" and not sizes.compiled:
         return False
     # that of the others is bounded whatever P is, or little by the lines that name them
-    return algorithm not in ("gather", "holders") or workspace(sizes, algorithm) <= sizes.workspace
+    is_bounded = algorithm not in ("gather", "holders")
+    return is_bounded or workspace(sizes, algorithm) <= sizes.most_workspace
 
 
 def workspace(sizes: Sizes, algorithm: str) -> int:

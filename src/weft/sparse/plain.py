@@ -137,8 +137,9 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
     capacity = call.sizes.most
     width = math.prod(given.row_shape)
     if not width:  # rows without bytes
-        place = fresh((capacity,), call.wire_index, given.indices.device)
-        lists = verbs.all_gather(_filled(place, rows.indices))
+        own = fresh((capacity,), call.wire_index, given.indices.device)
+        _fill(own, rows.indices)
+        lists = verbs.all_gather(own)
         indices, _ = _united(verbs, call, lists)
         return indices, given.values.new_empty((len(indices), *given.row_shape))
     # a function is given whole rows
@@ -162,11 +163,10 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
     return indices, found
 
 
-def _filled(place: Tensor, indices: Tensor) -> Tensor:
-    """Write this rank's indices to a place of the capacity, with greater ones behind them."""
-    place[: len(indices)] = indices
-    place[len(indices) :] = torch.iinfo(place.dtype).max
-    return place
+def _fill(out: Tensor, indices: Tensor) -> None:
+    """Write this rank's indices to a list of the capacity, with greater ones behind them."""
+    out[: len(indices)] = indices
+    out[len(indices) :] = torch.iinfo(out.dtype).max
 
 
 def _gathered(
@@ -192,8 +192,8 @@ def _gathered(
     buffer = fresh((front + capacity, *values.shape[1:]), call.dtype, values.device)
     kernels.reduce(values, rows.distinct, call.op, out=buffer[front : front + len(rows)])
     if has_list:
-        place = buffer.view(-1).view(torch.uint8)[:nbytes].view(call.wire_index)
-        _filled(place, rows.indices)
+        own = buffer.view(-1).view(torch.uint8)[:nbytes]
+        _fill(own.view(call.wire_index), rows.indices)
     gathered = verbs.all_gather(buffer.view(-1))
     buffers = gathered.view(torch.uint8).view(verbs.size, -1)
     lists = buffers[:, :nbytes].contiguous().view(-1).view(call.wire_index)

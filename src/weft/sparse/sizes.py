@@ -85,7 +85,7 @@ class Sizes:
         return (self.total - self.union[1]) / self.ranks * (self.row + 4)
 
     @property
-    def workspace(self) -> int:
+    def most_workspace(self) -> int:
         """Bytes of workspace that a call may use beside its result, if the rule chooses."""
         return 3 * self.fewest * (self.row + self.index) + _SPARE
 
@@ -110,7 +110,7 @@ class Sizes:
         return self.hosts.ranks
 
     @property
-    def places_of_hosts(self) -> int:
+    def local_ranks(self) -> int:
         """How many ranks every host has, at least."""
         return min(map(len, self.ranks_of_hosts))
 

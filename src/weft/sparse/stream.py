@@ -343,7 +343,7 @@ class Share:
         self._ring = Ring(self._among, parts, SUMS, nbytes).start()
         return self._mine
 
-    def place(self, indices: Tensor) -> Rows:
+    def allocate(self, indices: Tensor) -> Rows:
         """Where sums with these indices, which are all of this rank's, belong in the result."""
         self.send_list(indices)
         return Rows(indices, self.start(), self._call.height)

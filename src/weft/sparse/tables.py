@@ -11,8 +11,8 @@ rank without rows of it need not know.
 The results of the tables of a kind are parts of the tall table's memory, which is freed with the
 last of them.
 
-Tables that verbs carry are read for their largest indices together, and so are the places in the
-results where tables begin. All tables of a list must be on one device.
+Tables that verbs carry are read for their largest indices together, and so are the rows of
+the results at which tables begin. All tables of a list must be on one device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..verbs.carrier import carried_by, verbs_of
 from ..verbs.group import read
 from . import run
 from .record import Record, note
-from .registry import ALONE, EAGER
+from .registry import EAGER
 from .request import Request
 from .rows import Rows
 
@@ -131,19 +131,17 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
         for kind, rows in results
         if kind.tall
     ]
-    places = iter(read(group, torch.cat(begin)) if begin else ())
+    bounds = iter(read(group, torch.cat(begin)) if begin else ())
     parts = {table: request.rows for table, request in enumerate(requests)}  # if nobody has rows
     for kind, rows in results:
-        parts |= kind.parts(rows, places)
+        parts |= kind.parts(rows, bounds)
     note(group, _record_of_list(group, [record for _, record in done]))
     return [request.restore(parts[table]) for table, request in enumerate(requests)]
 
 
 def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
-    """One record of the calls for all tables; without any no rank has rows."""
+    """One record of the calls for all tables."""
     if not records:
-        if group.size == 1:
-            return Record.of(group, ALONE, "the group has one rank")
         why = "no rank has rows, and nothing is sent after ranks have said so"
         return Record.of(group, EAGER, why)
     return replace(
@@ -192,19 +190,19 @@ class _Kind(NamedTuple):
         memory = fresh((len(keys), *self.row_shape), shaped[0].dtype, keys.device)
         return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
 
-    def parts(self, result: Rows, places: Iterator[int]) -> dict[int, Rows]:
+    def parts(self, result: Rows, bounds: Iterator[int]) -> dict[int, Rows]:
         """The rows of each table.
 
-        If the kind is tall, the next of `places` say where in the result each table begins, and
+        If the kind is tall, the next of `bounds` say where in the result each table begins, and
         where the last one ends.
         """
         if not self.tall:
             return {self.tables[0][0]: result}
         keys = result.indices.long()
-        bounds = pairwise(islice(places, len(self.starts)))
+        own = pairwise(islice(bounds, len(self.starts)))
         parts = {}
         for (table, request), start, (low, high) in zip(
-            self.tables, self.starts[:-1], bounds, strict=True
+            self.tables, self.starts[:-1], own, strict=True
         ):
             indices = (keys[low:high] - start).to(request.rows.indices.dtype)
             parts[table] = Rows(indices, _part(result.values, low, high), request.rows.height)

@@ -13,6 +13,7 @@ first such call, behind its opening: everybody is there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -27,8 +28,9 @@ from torch import Tensor
 from ..base._torch import new_process_group, store_of
 from ..base.devices import IN_A_GRAPH, claim_thread, is_capturing
 from ..base.errors import WeftError
-from ..base.latch import NAP, join
+from ..base.latch import NAP
 from ..base.memory import bytes_of, fresh
+from ..base.within import Aside
 from ..group.group import Group
 from ..wire.interface import Failure, WireFailed
 
@@ -176,25 +178,18 @@ class GroupVerbs:
         Nothing ends the wait of a backend that connects, as NCCL does within its first collective,
         for a rank that does not come. A verdict leaves the thread there.
         """
-        raised: list[RuntimeError] = []
+        connecting = Aside(functools.partial(self._meet, token))
+        while not connecting.ends(NAP) and self._failure is None:
+            pass
+        connecting.answer()
 
-        def connect() -> None:
-            if self._device.type != "cpu":
-                claim_thread(self._device)
-            try:
-                if self._is_own:
-                    self._made = self._new(token)
-                dist.all_reduce(torch.zeros(1, device=self._device), group=self._process_group())
-            except RuntimeError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=connect, name="weft process group", daemon=True)
-        thread.start()
-        while not join(thread, NAP):
-            if self._failure is not None:
-                raise RuntimeError(self._failure.text)
-        if raised:
-            raise raised[0]
+    def _meet(self, token: str) -> None:
+        """Make a group of weft's own, and have all ranks send something; in weft's own thread."""
+        if self._device.type != "cpu":
+            claim_thread(self._device)
+        if self._is_own:
+            self._made = self._new(token)
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._process_group())
 
     def _new(self, token: str) -> dist.ProcessGroup:
         """A new process group of the ranks that have this token; collective."""
@@ -271,7 +266,7 @@ class _Wait:
         """Raises WireFailed where the process group raised."""
         try:
             return self._run()
-        except RuntimeError as error:
+        except Exception as error:  # torch, too, fails where it reports on a group of weft's own
             text = f"{self._what} failed: {str(error).splitlines()[0]:.200}"
             raise WireFailed(self._failure() or Failure("lost", None, text)) from error
 

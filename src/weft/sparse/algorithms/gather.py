@@ -1,7 +1,7 @@
 """gather: all rows of all ranks go round the ring, and every rank merges them all.
 
-Index sets go first, so that each rank knows the result's size and every row's place before the
-first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
+Index sets go first, so that each rank knows the result's size and where every row belongs before
+the first value arrives. Values follow in chunks that carry no indices, and are merged in rank order
 while the last of them are on the wire. They follow at once where the opening has told how many rows
 each rank has (not in a step of `split`): between distant hosts that saves a round. No row waits for
 another rank's arithmetic, so the link is never idle; but every rank receives every row of all

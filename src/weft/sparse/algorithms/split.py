@@ -4,23 +4,23 @@ Flat it is a sparse reduce-scatter followed by a sparse all-gather: each row is 
 each rank that holds it, and once more for each that does not own it, within 1 + 1/P of the bound.
 The index ranges are cut so that all owners have equal work, also on skewed data (`owners`). Index
 sets go to the owners first. An owner merges them while the first values arrive, and tells everybody
-the indices of its sums; so every rank knows the size of the result, and every row's place in it,
-early. Owners merge chunk by chunk into their part of the result; each finished block goes round the
-ring straight from there, and is received where it belongs. Workspace is bounded, whatever P is.
+the indices of its sums; so every rank knows early the size of the result, and where in it every row
+belongs. Owners merge chunk by chunk into their part of the result; each finished block goes round
+the ring straight from there, and is received where it belongs. Workspace is bounded, whatever P is.
 
 Where hosts have several ranks it is three calls, one after another. So a row crosses a host's link
 once, whatever ranks of the host have it:
 
-    1  among the ranks of a host       a reduce-scatter: each rank that has a *place* sums a range
-    2  among the ranks of one place,   any other algorithm, as the rule takes it: its rows are the
-       one of each host                sums of step 1, its result is complete
+    1  among the ranks of a host       a reduce-scatter: each of its first ranks sums a range
+    2  among the ranks with one local  any other algorithm, as the rule takes it: its rows are the
+       rank, one of each host          sums of step 1, its result is complete
     3  among the ranks of a host       an all-gather: what each of them got in step 2
 
-A host has as many places as the smallest host has ranks. Nothing is agreed on again: the headers of
-the call say what to expect. Sums of step 1 travel unrounded; complete sums are divided and rounded
-once, and shared in the dtype of the rows. The result of step 2 is written where it belongs in that
-of step 3 (`Call.place`); `gather` says how much of it is complete (`Call.ready`), which then leaves
-at once.
+A *local rank* is a rank's number in its host; ranks sum whose local rank every host has. Nothing is
+agreed on again: the headers of the call say what to expect. Sums of step 1 travel unrounded;
+complete sums are divided and rounded once, and shared in the dtype of the rows. The result of step
+2 is written where it belongs in that of step 3 (`Call.allocate`); `gather` says how much of it is
+complete (`Call.ready`), which then leaves at once.
 
 Best for overlapping rows or many ranks: the general case.
 
@@ -67,7 +67,7 @@ def _summed_by_all(rows: CanonicalRows, call: Call) -> Rows:
     share.send_list(scatter.union.indices)
     scatter.send_rest()
 
-    # now the result's size is known, and the place of everybody's sums in it; these go to all
+    # now the result's size is known, and where in it everybody's sums belong; these go to all
     sums = share.start()
     for _, stop in scatter.sums(call, sums):
         share.send(stop)
@@ -79,42 +79,43 @@ def _summed_by_all(rows: CanonicalRows, call: Call) -> Rows:
 
 def _summed_by_hosts(rows: CanonicalRows, call: Call) -> Rows:
     group = call.group
-    hosts, places = call.sizes.ranks_of_hosts, call.sizes.places_of_hosts
+    hosts = call.sizes.ranks_of_hosts
+    summing = call.sizes.local_ranks  # of each host
     host = next(ranks for ranks in hosts if group.rank in ranks)
-    place = host.index(group.rank)
+    local_rank = host.index(group.rank)
     # in a step no rank has told how many rows it brings
     in_host = call.sizes.but(ranks=len(host), hosts=Hosts((0,) * len(host)), gaps=False)
     within = replace(call, group=group.subset(host), sizes=in_host, headers=())
     distribution = call.distribution
-    bounds = balanced_bounds(distribution, group.size, places)
+    bounds = balanced_bounds(distribution, group.size, summing)
     share = Share(call, within)
     with ExitStack() as leases:
 
-        def workspace(indices: Tensor) -> Rows:
+        def lease(indices: Tensor) -> Rows:
             memory = leases.enter_context(group.lease(len(indices) * call.sizes.partial_row))
             return Rows(indices, typed(memory, (len(indices), *call.row_shape), call.partial_dtype))
 
-        # 1. in the host: what its ranks have of the range of each place
-        ranges = bounds + bounds[-1:] * (len(host) - places)  # ranks without a place sum nothing
-        partial = replace(within.of_partials(), place=workspace)
+        # 1. in the host: what its ranks have of each range
+        ranges = bounds + bounds[-1:] * (len(host) - summing)  # the others sum nothing
+        partial = replace(within.of_partials(), allocate=lease)
         sums = reduce_to_owners(rows, within, ranges, partial)
 
-        # 2. among the ranks of this place: the sums of all hosts
-        if place < places:
-            of_place = group.subset([ranks[place] for ranks in hosts])
+        # 2. among the ranks with this local rank: the sums of all hosts
+        if local_rank < summing:
+            across = group.subset([ranks[local_rank] for ranks in hosts])
             line, sizes = between_hosts(call.sizes)
             among = replace(
                 within,
-                group=of_place,
+                group=across,
                 sizes=sizes,
-                header=distribution.within(bounds[place], bounds[place + 1]),
-                place=share.place,
+                header=distribution.within(*bounds[local_rank : local_rank + 2]),
+                allocate=share.allocate,
                 ready=share.send,
             )
             own = CanonicalRows(sums, None, call.op, call.partial_dtype, group.memory)
             ALGORITHMS[line.algorithm](own, among)
         else:
-            share.place(sums.indices)
+            share.allocate(sums.indices)
 
-        # 3. in the host: what each of its places has got
+        # 3. in the host: what each of its ranks has got
         return share.finish()
