@@ -67,7 +67,6 @@ def distinct(indices: Tensor) -> Distinct:
     unique, starts = indices.new_empty(different), None
     if different < count:
         starts = torch.empty(different + 1, dtype=torch.int64)
-        starts[different] = count
     code[f"unpack.{kind}"](
         *(pairs.data_ptr(), count, different, position_bits, low),
         *(unique.data_ptr(), order.data_ptr(), 0 if starts is None else starts.data_ptr()),
@@ -90,8 +89,7 @@ def ascends(indices: Tensor, last: int) -> bool:
         return True
     code = jit.loops()
     if code is None:
-        rises = bool((indices[1:] > indices[:-1]).all())
-        return rises and int(indices[0]) >= 0 and int(indices[-1]) <= last
+        return reference.rises(indices) and int(indices[0]) >= 0 and int(indices[-1]) <= last
     loop = code[f"ascends.{INDICES[indices.dtype]}"]
     return bool(loop(indices.data_ptr(), indices.numel(), last))
 
@@ -133,15 +131,10 @@ def union(runs: Sequence[Tensor]) -> Union:
     code, total = jit.loops(), sum(lengths)
     if code is None or not runs[0].is_cpu or total >= 2**31:
         return reference.union(runs)
-    memory = torch.empty(total, dtype=torch.int32)
-    slots = list(memory.split_with_sizes(lengths))
-    if total == 0:
-        return Union(runs[0].new_empty(0), slots)
-    found, table = array("q", bytes(16)), array("q")
-    slots_at = memory.data_ptr()
-    for run, length in zip(runs, lengths, strict=True):
-        table.extend((run.data_ptr(), length, slots_at))
-        slots_at += 4 * length
+    if len(runs) == 1:
+        return Union(runs[0].clone(), [torch.arange(-1, -total - 1, -1, dtype=torch.int32)])
+    slots = list(torch.empty(total, dtype=torch.int32).split_with_sizes(lengths))
+    table, found = _table(runs, slots), array("q", bytes(16))
     kind = INDICES[runs[0].dtype]
     code[f"ends.{kind}"](table.buffer_info()[0], len(runs), found.buffer_info()[0])
     low, high = found
@@ -159,18 +152,28 @@ def union(runs: Sequence[Tensor]) -> Union:
     return Union(indices, slots)
 
 
+def _table(runs: Sequence[Tensor], slots: Sequence[Tensor]) -> array[int]:
+    """Where runs and their slots lie, for machine code: see `loops.mark`."""
+    table = array("q")
+    for run, some in zip(runs, slots, strict=True):
+        table.extend((run.data_ptr(), some.numel(), some.data_ptr()))
+    return table
+
+
 def is_dense(words: int, total: int, runs: int) -> bool:
     """Whether so large a bitmap is a faster way to unite than pair by pair."""
-    if runs == 1 or words >= _MOST:
+    if words >= _MOST:
         return False
     return words <= total or (runs > 2 and words <= min(8 * total, _SMALL))
 
 
 def _in_pairs(code: Loops, runs: Sequence[Tensor], slots: Sequence[Tensor]) -> Tensor:
-    """Unite two and two, then the unions, and so on; the slots are carried along."""
-    if len(runs) == 1:
-        torch.arange(-1, -runs[0].numel() - 1, -1, dtype=torch.int32, out=slots[0])
-        return runs[0].clone()
+    """Unite two and two, then the unions, and so on; the slots are carried along.
+
+    Args:
+        runs: at least two.
+        slots: of each run, to be filled.
+    """
     half = len(runs) // 2
     left, left_slots = _side(code, runs[:half], slots[:half])
     right, right_slots = _side(code, runs[half:], slots[half:])
@@ -256,10 +259,8 @@ def shares(slots: Sequence[Tensor], total: int) -> Shares:
         >>> given.of(0), given.of(1)
         (tensor([1, 2], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
-    table = array("q")
     slots = [slot.contiguous() for slot in slots]
-    for slot in slots:
-        table.extend((0, slot.numel(), slot.data_ptr()))
+    table = _table(slots, slots)  # runs are not looked at
     groups, order, positions = torch.empty(3, total, dtype=torch.int32)
     starts = torch.empty(2 * len(slots) + 1, dtype=torch.int64)
     jit.machine_code()["share"](

@@ -50,12 +50,12 @@ def array(address, shape, kind):
 
 @register_jitable
 def ints(address, shape):
-    return carray(at(address), shape, np.int32)
+    return array(address, shape, np.int32)
 
 
 @register_jitable
 def longs(address, shape):
-    return carray(at(address), shape, np.int64)
+    return array(address, shape, np.int64)
 
 
 @register_jitable
@@ -155,9 +155,7 @@ def find(line, number, entry):
 def confirm(own_line, line, page, number):
     """Store that this peer's message was read; whether the peer sleeps for that."""
     store_shared(own_line + READ, number)
-    if load_shared(line + ROOM) == 0 or load_shared(page) == 0:
-        return 0
-    return 1
+    return load_shared(line + ROOM) and load_shared(page)
 
 
 def impossible(own_lines, lines, count):
@@ -260,27 +258,28 @@ def sort(
 def unpack(index, pairs, count, different, position_bits, low, indices, order, starts):
     """Split the pairs that `sort` left: the distinct indices, the order, and where segments start.
 
-    `starts` is not written where there are no duplicates.
+    The last of the starts is where all end. They are not written where there are no duplicates.
     """
     pairs, order = longs(pairs, count), longs(order, count)
-    indices, starts = array(indices, different, index), longs(starts, different)
+    indices, starts = array(indices, different, index), longs(starts, different + 1)
     mask = (1 << position_bits) - 1
     if different == count:
         for i in range(count):
             order[i] = pairs[i] & mask
             indices[i] = (pairs[i] >> position_bits) + low
         return 0
-    segment = different - 1
-    after = pairs[count - 1] >> position_bits
-    for left in range(count, 0, -1):  # backwards, the first of a segment is written last
-        i = np.uint64(left - 1)
+    one = np.uint64(1)
+    segment = np.uint64(0)
+    before = pairs[0] >> position_bits
+    starts[0] = 0
+    for i in range(np.uint64(count)):
         pair = pairs[i]
         key = pair >> position_bits
-        segment -= key != after
-        after = key
+        segment += np.uint64(key != before)
+        before = key
         order[i] = pair & mask
-        indices[np.uint64(segment)] = key + low
-        starts[np.uint64(segment)] = left - 1
+        indices[segment] = key + low
+        starts[segment + one] = i + one  # the last of the segment says it last
     return 0
 
 
@@ -299,6 +298,12 @@ def ends(index, table, runs, found):
     return 0
 
 
+@register_jitable
+def slots_of(table, run):
+    """The slots of a run of a table (see `mark`)."""
+    return ints(table[run, 2], table[run, 1])
+
+
 def mark(index, table, runs, low, words, bitmap):
     """Set the bit of every index of every run; returns how many bits are set in the end.
 
@@ -311,7 +316,7 @@ def mark(index, table, runs, low, words, bitmap):
     ones = 0
     for run in range(runs):
         count = table[run, 1]
-        indices, slots = array(table[run, 0], count, index), ints(table[run, 2], count)
+        indices, slots = array(table[run, 0], count, index), slots_of(table, run)
         for i in range(count):
             bit = np.int64(indices[i]) - low
             word = np.uint64(bit >> 6)
@@ -338,8 +343,8 @@ def place(index, table, runs, low, words, bitmap, ranks, out, united):
         ranks[word] = before
         before += count_ones(bitmap[word])
     for run in range(runs):
-        slots = ints(table[run, 2], table[run, 1])
-        for i in range(table[run, 1]):
+        slots = slots_of(table, run)
+        for i in range(len(slots)):
             first = np.int64(slots[i]) >> 63  # -1 or 0
             bit = slots[i] ^ first
             word = np.uint64(bit >> 6)
@@ -348,6 +353,16 @@ def place(index, table, runs, low, words, bitmap, ranks, out, united):
             slots[i] = here ^ first
             out[np.uint64(here)] = bit + low
     return 0
+
+
+@register_jitable
+def append(run, start, slots, out, length):
+    """Bring the rest of a run, which no other has, to a union; returns the length of that then."""
+    for i in range(start, np.uint64(len(run))):
+        out[length] = run[i]
+        slots[i] = ~np.int64(length)
+        length += np.uint64(1)
+    return length
 
 
 def pair(index, left, left_count, right, right_count, out, left_slots, right_slots):
@@ -366,14 +381,8 @@ def pair(index, left, left_count, right, right_count, out, left_slots, right_slo
         i += np.uint64(a <= b)
         j += np.uint64(b <= a)
         n += one
-    for rest in range(i, np.uint64(left_count)):
-        out[n] = left[rest]
-        left_slots[rest] = ~np.int64(n)
-        n += one
-    for rest in range(j, np.uint64(right_count)):
-        out[n] = right[rest]
-        right_slots[rest] = ~np.int64(n)
-        n += one
+    n = append(left, i, left_slots, out, n)
+    n = append(right, j, right_slots, out, n)
     return np.int64(n)
 
 
@@ -383,7 +392,7 @@ def compose(slots, count, outer, outer_count):
     for i in range(count):
         first = slots[i] >> 31  # -1 where the part brings the index first, else 0
         slot = outer[place_of(slots[i])]
-        slots[i] = slot ^ (slot >> 31) ^ (first & (slot >> 31))
+        slots[i] = place_of(slot) ^ (first & (slot >> 31))
     return 0
 
 
@@ -474,12 +483,7 @@ def decode(index, first, last, count, widths, remainders, unary, words, out):
 
 # Who sums what --------------------------------------------------------------------------------
 # Each place of a union is given to one of the runs that have it. The places of a run are two
-# *groups*: those that it has alone, then those that other runs have, too.
-
-
-@register_jitable
-def group_of(run, is_shared):
-    return 2 * run + is_shared
+# *groups*: number `2 * run`, those that it has alone, then those that other runs have, too.
 
 
 def share(table, runs, total, groups, starts, order, positions):
@@ -495,8 +499,8 @@ def share(table, runs, total, groups, starts, order, positions):
     passed = positions
     passed[:] = 0
     for run in range(runs):
-        slots = ints(table[run, 2], table[run, 1])
-        for i in range(table[run, 1]):
+        slots = slots_of(table, run)
+        for i in range(len(slots)):
             passed[place_of(slots[i])] += 1
     fraction = 0
     for place in range(total):
@@ -506,28 +510,26 @@ def share(table, runs, total, groups, starts, order, positions):
         if several:
             fraction = (fraction + _GOLDEN) & 0xFFFFFFFF
     for run in range(runs):
-        slots = ints(table[run, 2], table[run, 1])
-        for i in range(table[run, 1]):
+        slots = slots_of(table, run)
+        for i in range(len(slots)):
             place = place_of(slots[i])
             passes_over = passed[place]
             passed[place] = passes_over - 1
             if passes_over == 0:
                 is_shared = groups[place]  # as it said so far
-                groups[place] = group_of(run, is_shared)
+                groups[place] = 2 * run + is_shared
     starts[:] = 0
     for place in range(total):
-        starts[np.uint32(groups[place] + 1)] += 1
-    for group in range(2 * runs):
+        starts[np.uint32(groups[place])] += 1
+    for group in range(2 * runs):  # where each ends, first
         starts[group + 1] += starts[group]
-    for place in range(total):
+    for left in range(total, 0, -1):  # backwards, each moves from there to its start
+        place = np.uint64(left - 1)
         group = np.uint32(groups[place])
-        position = starts[group]
-        starts[group] = position + 1
+        position = starts[group] - 1
+        starts[group] = position
         positions[place] = position
         order[np.uint64(position)] = place
-    for group in range(2 * runs, 0, -1):  # each has moved to the next one's
-        starts[group] = starts[group - 1]
-    starts[0] = 0
     return 0
 
 
@@ -543,7 +545,7 @@ def pick(slots, count, groups, positions, total, run, start, alone, rows, slots_
     single, shared = 0, alone
     for i in range(count):
         place = place_of(slots[i])
-        is_shared = groups[place] - group_of(run, False)
+        is_shared = groups[place] - 2 * run
         if not 0 <= is_shared <= 1:
             continue
         goal = np.uint64(shared if is_shared else single)

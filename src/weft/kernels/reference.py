@@ -52,7 +52,7 @@ class Union(NamedTuple):
 
 def distinct(indices: Tensor) -> Distinct:
     """See `weft.kernels.distinct`."""
-    if bool((indices[1:] > indices[:-1]).all()):
+    if rises(indices):
         return Distinct(indices, None, None)
     order = None
     if not bool((indices[1:] >= indices[:-1]).all()):
@@ -118,10 +118,15 @@ def union(runs: Sequence[Tensor]) -> Union:
     return Union(indices, slots)
 
 
+def rises(indices: Tensor) -> bool:
+    """Whether each index is above the one before it."""
+    return bool((indices[1:] > indices[:-1]).all())
+
+
 def check_sorted(runs: Sequence[Tensor]) -> None:
     """Raise ValueError if some run is not sorted and unique."""
     for number, run in enumerate(runs):
-        if not bool((run[1:] > run[:-1]).all()):
+        if not rises(run):
             raise ValueError(f"run {number} of {len(runs)} is not sorted and unique: sort it")
 
 
