@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,8 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor | None = None
                 [5.]])
     """
     _check_count(values, distinct)
-    is_unique = distinct.order is None and distinct.starts is None
     if out is None:
-        if is_unique:
+        if distinct.order is None and distinct.starts is None:
             return values
         out = values.new_empty((distinct.indices.numel(), *values.shape[1:]))
     else:
@@ -75,7 +75,7 @@ def reduce(values: Tensor, distinct: Distinct, op: Op, out: Tensor | None = None
     total = out
     if values.dtype is torch.float64 and out.dtype.itemsize == 2:  # for which there is no loop
         total = torch.empty_like(out, dtype=values.dtype)
-    if is_unique or not _reduced(values, distinct, op, total):
+    if not _reduced(values, distinct, op, total):
         reference.reduce(values.detach(), distinct, op, total)
     if total is not out:
         finish(total, out)
@@ -110,8 +110,6 @@ def reduce_some(values: Tensor, distinct: Distinct, op: Op, rows: Tensor, out: T
     """
     _check_count(values, distinct)
     _check_shape(out, rows, values)
-    if distinct.order is None and distinct.starts is None:
-        return False
     return _reduced(values, distinct, op, out, rows)
 
 
@@ -134,25 +132,21 @@ def _reduced(
     values: Tensor, distinct: Distinct, op: Op, out: Tensor, rows: Tensor | None = None
 ) -> bool:
     """Reduce to all distinct indices, or to some, by machine code; False: there is none for it."""
-    code = jit.loops()
-    names = _names(values.dtype, out.dtype, op.name, out.shape[1:])
-    if code is None or names is None or not (op.builtin and out.is_cpu and out.is_contiguous()):
-        return False
-    width, name_of_take, name_of_reduce, _ = names
     order, starts = distinct.order, distinct.starts
+    if order is None and starts is None:
+        return False
+    width, loop = _loop("take" if starts is None else "reduce", values, out, op)
+    if loop is None:
+        return False
     if order is None:
         order = torch.arange(len(values))
     if starts is None:
-        loop = code[name_of_take]
         order = order if rows is None else order.index_select(0, rows)
     else:
-        loop = code[name_of_reduce]
         begins, ends = starts[:-1], starts[1:]
         if rows is not None:
             begins, ends = begins.index_select(0, rows), ends.index_select(0, rows)
         begins_at, ends_at = begins.data_ptr(), ends.data_ptr()
-    if loop is None:
-        return False
     values, stride = _rows(values)
     given = values.data_ptr(), stride
     order_at, last, size = order.data_ptr(), order.numel(), width * out.itemsize
@@ -207,12 +201,7 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
             f"{len(slots)} slots, values {tuple(values.shape)} and out {tuple(out.shape)} do not "
             f"fit together: give a slot for each row, and rows of one shape"
         )
-    code = jit.loops()
-    loop = None
-    names = _names(values.dtype, out.dtype, op.name, out.shape[1:])
-    if code is not None and names and op.builtin and out.is_cpu and out.is_contiguous():
-        width, _, _, name_of_combine = names
-        loop = code[name_of_combine]
+    width, loop = _loop("combine", values, out, op)
     if loop is None:
         if values.numel():
             reference.combine(out, slots, values.detach(), op, base)
@@ -234,21 +223,28 @@ def combine(out: Tensor, slots: Tensor, values: Tensor, op: Op, base: int = 0) -
         )
 
 
+def _loop(which: str, values: Tensor, out: Tensor, op: Op) -> tuple[int, Any]:
+    """The width of such rows, and the loop that serves them; None: `reference` does."""
+    if jit.loops() is None or not (op.builtin and out.is_cpu and out.is_contiguous()):
+        return 0, None
+    return _instance(which, values.dtype, out.dtype, op.name, out.shape[1:])
+
+
 @functools.cache
-def _names(
-    src: torch.dtype, dst: torch.dtype, op: str, row_shape: torch.Size
-) -> tuple[int, str, str, str] | None:
-    """The width of rows; the loops that take, reduce and combine them; None: there are none."""
+def _instance(
+    which: str, src: torch.dtype, dst: torch.dtype, op: str, row_shape: torch.Size
+) -> tuple[int, Any]:
     kind, goal = KINDS.get(src, ""), KINDS.get(dst, "")
     name = "sum" if op == "avg" else op
     is_sum = name == "sum" and goal in _SUMS.get(kind, ())
     is_extremum = name in ("min", "max") and kind == goal and kind in ("f32", "f64")
     if not is_sum and not is_extremum:
-        return None
+        return 0, None
     total = "f32" if dst.itemsize == 2 else goal
+    constants = {"take": (), "reduce": (total, name), "combine": (name,)}
     width = math.prod(row_shape)
-    rows = f"{'numbers' if width == 1 else 'rows'}.{kind}.{goal}"
-    return width, f"take.{rows}", f"reduce.{rows}.{total}.{name}", f"combine.{rows}.{name}"
+    rows = "numbers" if width == 1 else "rows"
+    return width, jit.machine_code()[".".join([which, rows, kind, goal, *constants[which]])]
 
 
 def _rows(values: Tensor) -> tuple[Tensor, int]:
@@ -273,16 +269,16 @@ def finish(values: Tensor, out: Tensor, divisor: int = 1) -> None:
         >>> out
         tensor([0.2500, 0.5000], dtype=torch.bfloat16)
     """
-    values = values.detach()
     if divisor == 1:
         if out is not values:
-            out.copy_(values)
+            out.copy_(values.detach())
         return
+    values = values.detach()
     # a tensor on the device: by a Python number CUDA multiplies with the rounded reciprocal
     wide = torch.promote_types(values.dtype, torch.float32)
     by = torch.full((), divisor, dtype=wide, device=out.device)
     if out.dtype.itemsize > 2:
-        torch.div(values, by.to(values.dtype), out=out)
+        torch.div(values, by, out=out)
         return
     for some, target in zip(_blocks(values), _blocks(out), strict=True):
         target.copy_(some.to(wide) / by)
