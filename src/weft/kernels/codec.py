@@ -37,8 +37,6 @@ _BLOCK = 256  # gaps that share a width
 _WIDEST = 52  # the greatest width:
 _FARTHEST = 1 << _WIDEST  # from the first index to the last, so that every step below is exact
 
-Longs = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class IndexCode:
@@ -65,7 +63,7 @@ class IndexCode:
         return cls(widths, start, behind, behind + 8 * -(-unary // 64))
 
 
-def _lengths(count: int) -> Longs:
+def _lengths(count: int) -> NDArray[np.int64]:
     """Gaps in each block of a list of so many indices."""
     lengths = np.full(-(-(count - 1) // _BLOCK), _BLOCK, np.int64)
     lengths[-1] = (count - 2) % _BLOCK + 1
@@ -84,18 +82,12 @@ def index_code(indices: Tensor) -> IndexCode | None:
     ends = np.append(found[:-1:_BLOCK], found[-1:]).astype(np.int64)
     lengths = _lengths(len(found))
     left_out = np.diff(ends) - lengths
-    widths = _width(left_out, lengths)
+    # Kiely's (15): where m are left out for a gap it is 0, or 1 + floor(log2(0.4812 m + 0.2406)) if
+    # that is more
+    scaled = (2 * left_out + lengths) * 77 // (320 * lengths)
+    widths = np.frexp(scaled)[1].astype(np.uint8)
     unary = int((lengths + (left_out >> widths)).sum())
-    return IndexCode.of(widths.astype(np.uint8), len(found), unary)
-
-
-def _width(left_out: Longs, gaps: Longs) -> Longs:
-    """The best width for so many gaps that leave out so many indices together: Kiely's (15).
-
-    With m left out for a gap it is 0, or 1 + floor(log2(0.4812 m + 0.2406)) if that is more.
-    """
-    scaled = (2 * left_out + gaps) * 77 // (320 * gaps)
-    return np.frexp(scaled.astype(np.float64))[1].astype(np.int64)
+    return IndexCode.of(widths, len(found), unary)
 
 
 def encode(indices: Tensor, code: IndexCode, out: Tensor) -> int:
@@ -135,7 +127,7 @@ def decode(packed: Tensor, first: int, last: int, out: Tensor) -> bool:
     blocks = -(-(count - 1) // _BLOCK)
     last = min(last, torch.iinfo(out.dtype).max)
     widths = packed[:blocks].numpy()
-    if blocks < 1 or len(widths) < blocks or int(widths.max()) > _WIDEST:
+    if blocks < 1 or len(widths) < blocks:
         return False
     code = IndexCode.of(widths, count)
     words = (len(packed) - code.unary) // 8

@@ -24,7 +24,9 @@ from torch import Tensor
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-DTYPES = (*_FLOATS, *_INTS, torch.bool)
+_NUMBERS = (*_FLOATS, *_INTS)
+_BITWISE = (*_INTS, torch.bool)
+DTYPES = (*_NUMBERS, torch.bool)
 """The dtypes that values to be reduced may have."""
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -102,9 +104,7 @@ def _extremum(
     return torch.where(left == right, both, chosen)
 
 
-_NUMBERS = (*_FLOATS, *_INTS)
 _FOR_BITS = "integers and bool, the values are {dtype}"
-_BITWISE = (*_INTS, torch.bool)
 
 OPS: dict[str, Op] = {
     op.name: op
