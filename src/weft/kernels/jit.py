@@ -64,7 +64,16 @@ class Loops(dict[str, Any]):
     def __init__(self) -> None:
         import llvmlite.binding as llvm
 
-        self._machine = _machine()
+        with suppress(Exception):  # needed before release 0.45, which does so itself and refuses
+            llvm.initialize()
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        features = llvm.get_host_cpu_features()
+        if not features.get("f16c", True):  # of x86 alone
+            raise RuntimeError("this CPU has no F16C, the conversion of half precision")
+        self._machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
+        )
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
 
     def __missing__(self, name: str) -> Any:
@@ -167,26 +176,16 @@ def cache_directory() -> Path | None:
     directory, or if that cannot be had in the directory for temporary files.
     """
     given = os.environ.get("WEFT_CACHE_DIR")
-    places: Sequence[Callable[[], Path]] = (user_cache, _temporary)
+    places: Sequence[Callable[[], Path]] = (
+        lambda: platformdirs.user_cache_path("weft", appauthor=False).expanduser(),
+        lambda: Path(tempfile.gettempdir()) / f"weft-{os.geteuid()}",
+    )
     for place in [lambda: Path(given)] if given else places:
         try:
             return private_folder(place() / "kernels")
         except (OSError, RuntimeError) as error:  # there is no home, or nothing can be written
             _log.info("machine code is not kept: %s", error)
     return None
-
-
-def user_cache() -> Path:
-    """weft's directory in the user's cache directory, which need not exist.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
-    return platformdirs.user_cache_path("weft", appauthor=False).expanduser()
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"weft-{os.geteuid()}"
 
 
 def private_folder(path: Path) -> Path:
@@ -261,23 +260,7 @@ def _keep(path: Path, data: bytes) -> None:
         _log.info("machine code cannot be kept in %s: %s", path.parent, error)
 
 
-# LLVM -----------------------------------------------------------------------------------------
-
-
-def _machine() -> Any:
-    """What LLVM needs to know of this machine."""
-    import llvmlite.binding as llvm
-
-    with suppress(Exception):  # needed before release 0.45, which does so itself and refuses
-        llvm.initialize()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    if not features.get("f16c", True):  # of x86 alone
-        raise RuntimeError("this CPU has no F16C, the conversion of half precision")
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
-    )
+# Making ---------------------------------------------------------------------------------------
 
 
 def compiled(name: str, machine: Any) -> bytes:
