@@ -39,26 +39,37 @@ from __future__ import annotations
 import torch
 
 from . import jit
-from .codec import IndexCode as IndexCode
-from .codec import decode as decode
-from .codec import encode as encode
-from .codec import index_code as index_code
-from .indices import Picked as Picked
-from .indices import Shares as Shares
-from .indices import ascends as ascends
-from .indices import distinct as distinct
-from .indices import pick as pick
-from .indices import shares as shares
-from .indices import union as union
-from .ops import OPS as OPS
-from .ops import Op as Op
-from .reference import Distinct as Distinct
-from .reference import Union as Union
-from .values import combine as combine
-from .values import finish as finish
-from .values import merge as merge
-from .values import reduce as reduce
-from .values import reduce_some as reduce_some
+from .codec import IndexCode, decode, encode, index_code
+from .indices import Picked, Shares, ascends, distinct, pick, shares, union
+from .ops import OPS, Op
+from .reference import Distinct, Union
+from .values import combine, finish, merge, reduce, reduce_some
+
+__all__ = [
+    "OPS",
+    "Distinct",
+    "IndexCode",
+    "Op",
+    "Picked",
+    "Shares",
+    "Union",
+    "ascends",
+    "combine",
+    "decode",
+    "describe",
+    "distinct",
+    "encode",
+    "finish",
+    "index_code",
+    "is_compiled",
+    "merge",
+    "pick",
+    "prepare",
+    "reduce",
+    "reduce_some",
+    "shares",
+    "union",
+]
 
 
 def prepare() -> None:
