@@ -22,7 +22,7 @@ T = TypeVar("T")
 PIECES, PIECE = 5, 0.1
 _LAST = 2.0  # seconds that an answer may take while the process ends
 
-_left: list[threading.Thread] = []  # those that had no answer in time
+_left: list[threading.Thread] = []  # those that are left behind
 
 
 @atexit.register
@@ -37,7 +37,7 @@ def _end_left() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-class Aside(Generic[T]):
+class Asking(Generic[T]):
     """A call that runs in a thread of its own."""
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -67,9 +67,13 @@ class Aside(Generic[T]):
         if self._errors:
             raise self._errors[0]
         if not self._answers:
-            _left.append(self._thread)
+            self.leave()
             raise TimeoutError("no answer in time")
         return self._answers[0]
+
+    def leave(self) -> None:
+        """Leave it behind: the end of the process waits for it a little."""
+        _left.append(self._thread)
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
@@ -83,9 +87,9 @@ def within(seconds: float, function: Callable[[], T]) -> T:
         >>> within(60.0, lambda: "an answer")
         'an answer'
     """
-    asked = Aside(function)
-    asked.ends(seconds)
+    asking = Asking(function)
+    asking.ends(seconds)
     for _ in range(PIECES):
-        if asked.ends(patient(PIECE)):
+        if asking.ends(patient(PIECE)):
             break
-    return asked.answer()
+    return asking.answer()

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,12 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base._torch import new_process_group, store_of
+from ..base.arguments import LONGEST, in_words
 from ..base.devices import IN_A_GRAPH, claim_thread, is_capturing
-from ..base.errors import WeftError
+from ..base.errors import WeftError, in_short
 from ..base.latch import NAP
 from ..base.memory import bytes_of, fresh
-from ..base.within import Aside
+from ..base.within import Asking
 from ..group.group import Group
+from ..group.wires import is_of_a_signal
 from ..wire.interface import Failure, WireFailed
 
 _NOTHING_COMES = 1 << 30  # a tag that no message has
@@ -76,33 +77,27 @@ class GroupVerbs:
         self._made: dist.ProcessGroup | None = None  # of weft's own
         self._is_connected = backend == "gloo" and not self._is_own  # as torch made it
         self._failure: Failure | None = None
-        # a process group numbers its ranks as the job does: for each rank its number there
-        ascending = sorted(group.global_ranks)
-        self._numbers = [ascending.index(rank) for rank in group.global_ranks]
-        self._by_number = sorted(range(self.size), key=self._numbers.__getitem__)
 
     def all_gather(self, mine: Tensor) -> Tensor:
         own = bytes_of(mine)
         found = fresh((self.size * own.numel(),), torch.uint8, mine.device)
-        counts = [own.numel()] * self.size
-        self._count(counts)
+        self._count([own.numel()] * self.size)
         self._run("all_gather", lambda group, later: _all_gather(found, own, group, later))
-        return self._in_rank_order(found, counts).view(mine.dtype)
+        return found.view(mine.dtype)
 
     def exchange(self, mine: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
         # as bytes, since no backend takes all dtypes
         to, of = ([count * mine.itemsize for count in counts] for counts in (goes, comes))
-        sent = self._in_order_of_numbers(bytes_of(mine), to)
+        sent = bytes_of(mine)
         found = fresh((sum(of),), torch.uint8, mine.device)
-        outgoing, incoming = ([each[rank] for rank in self._by_number] for each in (to, of))
         self._count(to)
         self._run(
             "all_to_all",
             lambda group, later: dist.all_to_all_single(
-                found, sent, incoming, outgoing, group=group, async_op=later
+                found, sent, of, to, group=group, async_op=later
             ),
         )
-        return self._in_rank_order(found, of).view(mine.dtype)
+        return found.view(mine.dtype)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         return op in _OPS and dtype in _REDUCED
@@ -119,13 +114,10 @@ class GroupVerbs:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         self._count([tensor.nbytes if self.rank == root else 0] * self.size)
-        number = self._numbers[root]
         flat = bytes_of(tensor)
         self._run(
             "broadcast",
-            lambda group, later: dist.broadcast(
-                flat, group=group, group_src=number, async_op=later
-            ),
+            lambda group, later: dist.broadcast(flat, group=group, group_src=root, async_op=later),
         )
 
     def read(self, numbers: Tensor) -> list[int]:
@@ -141,10 +133,13 @@ class GroupVerbs:
             self._connect()
 
         def run() -> None:
-            work = verb(self._process_group(), self._backend == "gloo")
+            group = self._process_group()
+            work = verb(group, self._backend == "gloo")
             while work is not None and not _is_through(work):
-                if self._failure is not None:
-                    raise RuntimeError(self._failure.text)
+                if self._is_over():
+                    if self._is_own:  # which will be closed, and that waits for what is under way
+                        _end_gloo(group)
+                    raise RuntimeError("the group has ended")
 
         self._wait(what, run)
 
@@ -169,57 +164,62 @@ class GroupVerbs:
         token = ""
         if self._is_own:
             token = self._group.all_gather_bytes(secrets.token_bytes(8), bytes)[0].hex()
-        self._wait("the making of a process group", lambda: self._until_connected(token))
+        on_host = self._device.type == "cpu"
+        stream = None if on_host else torch.accelerator.current_stream(self._device)
+        meet = functools.partial(self._meet, token, stream)
+        self._wait("the making of a process group", lambda: self._until(meet))
         self._is_connected = True
 
-    def _until_connected(self, token: str) -> None:
-        """Wait for a thread that connects the ranks which have this token; collective.
+    def _until(self, meet: Callable[[], None]) -> None:
+        """Wait for a thread that connects the ranks.
 
         Nothing ends the wait of a backend that connects, as NCCL does within its first collective,
         for a rank that does not come. A verdict leaves the thread there.
         """
-        connecting = Aside(functools.partial(self._meet, token))
-        while not connecting.ends(NAP) and self._failure is None:
+        connecting = Asking(meet)
+        while not connecting.ends(NAP) and not self._is_over():
             pass
         connecting.answer()
 
-    def _meet(self, token: str) -> None:
-        """Make a group of weft's own, and have all ranks send something; in weft's own thread."""
-        if self._device.type != "cpu":
-            claim_thread(self._device)
-        if self._is_own:
-            self._made = self._new(token)
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._process_group())
+    def _meet(self, token: str, stream: torch.Stream | None) -> None:
+        """Make a group of weft's own, and have all ranks send something; in weft's own thread.
+
+        Args:
+            token: which these ranks alone have.
+            stream: of the call; in another, such as the default one, the program may have queued
+                what waits for other ranks.
+        """
+        with contextlib.ExitStack() as streams:
+            if stream is not None:
+                claim_thread(self._device)
+                streams.enter_context(stream)
+            if self._is_own:
+                self._made = self._new(token)
+            if not self._is_over():
+                number = torch.zeros(1, device=self._device)
+                dist.all_reduce(number, group=self._process_group())
 
     def _new(self, token: str) -> dist.ProcessGroup:
         """A new process group of the ranks that have this token; collective."""
         world = dist.group.WORLD
-        store = None if world is None else store_of(world)
+        store: Any = None if world is None else store_of(world)
         if store is None:
             raise RuntimeError("the process group was destroyed")
-        space = dist.PrefixStore(f"weft/verbs/{token}", store)
-        place = self._device.type, space, self._numbers[self.rank], self.size
-        return new_process_group(self._backend, *place, self._group.timeout)
+        # a client of the store's own: whoever else uses it waits for the others meanwhile
+        space = dist.PrefixStore(f"weft/verbs/{token}", store.clone())
+        place = self._device.type, space, self.rank, self.size
+        # weft's own deadline, which may change, is that of all waits
+        return new_process_group(self._backend, *place, LONGEST)
 
     def _count(self, nbytes: Sequence[int]) -> None:
         """Count what goes to each rank."""
         self._group.traffic.count_bytes([(peer, nbytes[peer]) for peer in self._group.peers])
 
-    def _in_rank_order(self, found: Tensor, counts: Sequence[int]) -> Tensor:
-        """What came in the order of the process group's numbers, in that of ranks."""
-        if self._by_number == [*range(self.size)]:
-            return found
-        parts = torch.split(found, [counts[rank] for rank in self._by_number])
-        return torch.cat([parts[number] for number in self._numbers])
-
-    def _in_order_of_numbers(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """What goes to ranks, in the order of the process group's numbers."""
-        if self._by_number == [*range(self.size)]:
-            return mine
-        parts = torch.split(mine, list(counts))
-        return torch.cat([parts[rank] for rank in self._by_number])
-
     # what ends waits
+
+    def _is_over(self) -> bool:
+        """Whether there is a verdict, or this rank has left."""
+        return self._failure is not None or self._group.session.closed
 
     def failure(self) -> Failure | None:
         """Why it ended, as a wire says it; None: it has not."""
@@ -234,7 +234,7 @@ class GroupVerbs:
         # the program's own, too: whoever is to blame here would be awaited there
         for group in (self._made, self._group.session.process_group()):
             if group is not None:
-                threading.Thread(target=end, args=[group], name="weft abort", daemon=True).start()
+                Asking(functools.partial(end, group)).leave()
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
@@ -267,7 +267,9 @@ class _Wait:
         try:
             return self._run()
         except Exception as error:  # torch, too, fails where it reports on a group of weft's own
-            text = f"{self._what} failed: {str(error).splitlines()[0]:.200}"
+            if is_of_a_signal(error):
+                raise
+            text = f"{self._what} failed: {in_short(in_words(error))}"
             raise WireFailed(self._failure() or Failure("lost", None, text)) from error
 
     def peer(self) -> int | None:
