@@ -80,7 +80,7 @@ def most_leased(name, sizes):
     if name == "doubling":
         return 4 * sizes.union[1] * (sizes.partial_row + sizes.index)
     rows, row = sizes.most, sizes.row
-    if sizes.begins_in_hosts:  # ranks that have a place sum the rows of all of the host
+    if sizes.begins_in_hosts:  # ranks that sum have the rows of all of the host
         rows = -(-rows * max(map(len, sizes.ranks_of_hosts)) // sizes.local_ranks)
         row = sizes.partial_row
     return 2 * rows * row + 3 * (rows + sizes.union[1]) * sizes.index

@@ -38,22 +38,17 @@ def by_gloo(group, place, body):
 
 
 @contextlib.contextmanager
-def before_verbs(does):
-    """A block in which this rank does something before each verb."""
+def late_by(seconds, group):
+    """A block in which rank 1 comes to each verb later by so much."""
     run_verb = GroupVerbs._run
 
     def run_later(*args):
-        does()
+        time.sleep(seconds * group.rank)
         run_verb(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupVerbs, "_run", run_later)
         yield
-
-
-def late_by(seconds, group):
-    """Rank 1 comes to each verb later by so much."""
-    return before_verbs(lambda: time.sleep(seconds * group.rank))
 
 
 def mine(rank):
@@ -186,7 +181,10 @@ weft.sparse_all_reduce(rows)
 
 
 def test_a_survivor_ends_by_its_error(tmp_path):
-    """And not by a signal, from threads that end process groups."""
+    """And not by a signal, from threads that end process groups.
+
+    In interpreters of their own: `programs` are forks, which end in another way.
+    """
     line = [sys.executable, "-c", UNCAUGHT, f"{tmp_path / 'place'}"]
     ranks = [
         subprocess.Popen([*line, f"{rank}"], stderr=subprocess.PIPE, text=True) for rank in range(3)
@@ -194,4 +192,4 @@ def test_a_survivor_ends_by_its_error(tmp_path):
     ends = [(each.communicate(timeout=120)[1], each.returncode) for each in ranks]
     assert [code for _, code in ends] == [1, -signal.SIGKILL, 1]
     for said, _ in (ends[0], ends[2]):
-        assert said.splitlines()[-1].startswith("weft.WireError: ") or "rank 1 died" in said
+        assert "rank 1 died" in said

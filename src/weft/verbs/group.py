@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ from ..base.devices import IN_A_GRAPH, claim_thread, is_capturing
 from ..base.errors import WeftError, in_short
 from ..base.latch import NAP
 from ..base.memory import bytes_of, fresh
-from ..base.within import Asking
+from ..base.within import Asking, leave
 from ..group.group import Group
 from ..group.wires import is_of_a_signal
 from ..wire.interface import Failure, WireFailed
@@ -234,7 +235,9 @@ class GroupVerbs:
         # the program's own, too: whoever is to blame here would be awaited there
         for group in (self._made, self._group.session.process_group()):
             if group is not None:
-                Asking(functools.partial(end, group)).leave()
+                ending = threading.Thread(target=end, args=[group], name="weft abort", daemon=True)
+                ending.start()
+                leave(ending)
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
