@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft import Rows
+from weft import Rows, kernels
 from weft.group.group import Group
-from weft.sparse import plain, rate
+from weft.sparse import rate
 from weft.sparse.header import Header
 from weft.sparse.rate import GUESS
 
@@ -139,7 +139,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 def on_stand_in():
     """Whether rows are sorted and merged as on a device."""
-    return not plain.on_host(torch.empty(0))
+    return not kernels.on_host(torch.empty(0))
 
 
 def refuses_the_largest_index(call):

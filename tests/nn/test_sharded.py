@@ -20,6 +20,7 @@ from torch.nn.utils.prune import random_unstructured
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft import kernels
 from weft.nn.sharded import lookup
 from weft.nn.sharded import tables as sharded_tables
 from weft.testing import processes, run, spmd
@@ -84,7 +85,7 @@ def used(table, rank, given):
 def arithmetic(request, monkeypatch):
     """What sorts and adds: the kernels, or the operations of torch's that serve on a device."""
     if request.param == "operations":
-        monkeypatch.setattr(lookup, "has_kernels", lambda tensor: False)
+        monkeypatch.setattr(kernels, "on_host", lambda tensor: False)
 
 
 def check(group, case, sizes):
@@ -394,7 +395,7 @@ def test_how_often_the_host_waits_for_a_device(count, reads, monkeypatch):
 
     for module in (lookup, sharded_tables):
         monkeypatch.setattr(module, "read", counted)
-    monkeypatch.setattr(lookup, "has_kernels", lambda tensor: False)
+    monkeypatch.setattr(kernels, "on_host", lambda tensor: False)
 
     def program(group):
         tables = [weft.nn.ShardedEmbedding(6, DIM, padding_idx=2) for _ in range(count)]

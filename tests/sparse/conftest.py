@@ -13,7 +13,7 @@ import pytest
 
 from by_verbs import on_verbs
 from weft import kernels
-from weft.sparse import ALGORITHMS, Sizes, plain
+from weft.sparse import ALGORITHMS, Sizes
 from weft.sparse.choose import serves as can_serve
 from weft.testing.spmd import KINDS
 
@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent
 
 
 def on_stand_in(*given):
-    with mock.patch.object(plain, "on_host", lambda tensor: False):
+    with mock.patch.object(kernels, "on_host", lambda tensor: False):
         return on_verbs(*given)
 
 

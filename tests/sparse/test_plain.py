@@ -10,6 +10,7 @@ import torch
 
 import weft
 from cases import in_case, same
+from weft import kernels
 from weft.bootstrap.outcome import results
 from weft.sparse import last_call, plain
 from weft.sparse.header import Header
@@ -38,7 +39,7 @@ def reduced(group, parts, op="sum", wire_dtype=None, algorithm="auto"):
 @pytest.fixture(params=[True, False], ids=["kernels", "torch"])
 def on_host(monkeypatch, request):
     """Who sorts and merges."""
-    monkeypatch.setattr(plain, "on_host", lambda tensor: request.param)
+    monkeypatch.setattr(kernels, "on_host", lambda tensor: request.param)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

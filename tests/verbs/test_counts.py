@@ -17,16 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.base.memory import Pool
-from weft.bootstrap.outcome import results
 from weft.comm import uneven
 from weft.schedules import dense
-from weft.sparse import plain, run, tables
+from weft.sparse import look, plain, run, tables, tall
 from weft.sparse.header import Header
 from weft.sparse.request import Request
-from weft.testing import threads
-from weft.testing.threads import on_groups
-from weft.verbs import group as verbs_group
-from weft.verbs import posted
 
 all_to_all = sys.modules["weft.comm.all_to_all"]  # of which the packages have the function
 remote_rows = sys.modules["weft.comm.remote_rows"]
@@ -34,6 +29,17 @@ remote_rows = sys.modules["weft.comm.remote_rows"]
 META = torch.device("meta")
 RANKS = (2, 8, 64)
 ROWS, DISTINCT, WIDTH, HEIGHT = 1000, 900, 64, 10**6
+
+
+@pytest.fixture(autouse=True)
+def _there(monkeypatch):
+    """No numbers travel to the meta device."""
+
+    def there(numbers, like):
+        return torch.tensor(numbers, dtype=like.dtype).to(like.device)
+
+    for module in (look, plain, tall, remote_rows):
+        monkeypatch.setattr(module, "there", there)
 
 
 class Counted(TorchDispatchMode):
@@ -51,6 +57,15 @@ class Counted(TorchDispatchMode):
         if not function.is_view:
             self.asked[str(function)] += 1
         return function(*args, **(kwargs or {}))
+
+
+# what only gives memory another shape asks a device for nothing
+_OF_MEMORY = ("aten.new_empty.default", "aten.empty.memory_format", "aten.set_")
+
+
+def launched(operations):
+    """How many of some counted operations a device has to run."""
+    return sum(n for name, n in operations.asked.items() if not name.startswith(_OF_MEMORY))
 
 
 class MetaVerbs:
@@ -101,7 +116,7 @@ def counted(size, body, *, op="sum", moves=False, height=HEIGHT, reduces=True, a
     request = Request.to_move(few, None) if moves else Request.of(few, op, "auto", None)
     request = replace(request, rows=given)
     with Counted() as operations:
-        plain.look(verbs, request)
+        look.look_at(verbs, request)
         own = run._canonical(request, Pool())
         headers = [Header(len(own), 999, 0, 0)] * size
         group = SimpleNamespace(size=size, hosts=("here",) * size)
@@ -111,19 +126,23 @@ def counted(size, body, *, op="sum", moves=False, height=HEIGHT, reduces=True, a
     return operations.asked.total(), verbs.asked["collectives"], verbs.asked["reads"]
 
 
+def summed(verbs, rows, call):
+    return plain.summed(verbs, rows, call)[0]
+
+
 SUMS = {"sum": 45, "avg": 48, "prod": 45, "min": 150, "max": 150}  # an extremum combines by pairs
 
 
 @pytest.mark.parametrize("op", SUMS)
 def test_a_sum_takes_as_much_whatever_the_number_of_ranks(op):
     ranks = RANKS[:1] if op in ("min", "max") else RANKS
-    found = {counted(size, plain.summed, op=op) for size in ranks}
+    found = {counted(size, summed, op=op) for size in ranks}
     ((operations, collectives, reads),) = found
     assert (collectives, reads) == (1, 2) and operations <= SUMS[op], operations
 
 
 def test_a_small_table_is_two_reductions():
-    found = {counted(size, plain.summed, height=500) for size in RANKS}
+    found = {counted(size, summed, height=500) for size in RANKS}
     ((operations, collectives, reads),) = found
     assert (collectives, reads) == (2, 2) and operations <= 45, operations
 
@@ -143,30 +162,65 @@ def test_rows_that_only_move():
     assert (collectives, reads) == (2, 1) and operations <= 15, operations
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_the_host_waits_for_a_list_twice_more_than_for_a_table(monkeypatch, others):
-    """And twice more for tables of another kind."""
-    seen, real = [], verbs_group.read
+def counted_list(monkeypatch, size, shapes, height=HEIGHT):
+    """How many operations, collectives, reads and openings a list of tables takes, by verbs.
 
-    def noted(*given):
-        seen.append(given)
-        return real(*given)
+    A table has the row `height - 1`.
+    """
+    kinds = len(set(shapes))
+    alike = len(shapes) // kinds  # tables of each kind
+    seen = [DISTINCT * alike, 3, *[0] * alike, *[height - 1] * alike]
+    result = [1500 * alike, *range(1500, 1500 * alike, 1500)]
+    verbs = MetaVerbs(size, True, [seen * kinds, *[result] * kinds])
+    of_all = Request.asked("sum", "auto", None)
+    requests = []
+    for shape in shapes:
+        few = weft.Rows(torch.tensor([0]), torch.ones(1, *shape), height)  # tensors with numbers
+        indices = torch.empty(ROWS, dtype=torch.int64, device=META)
+        rows = weft.Rows(indices, torch.empty(ROWS, *shape, device=META), height)
+        requests.append(replace(of_all.given(few), rows=rows))
 
-    def body(group):
-        kinds = [(3,)] * 9 + [()] * others
-        given = [(torch.arange(20) * 3 % 7, torch.ones(20, *shape)) for shape in kinds]
-        return weft.sparse_all_reduce(given)
+    def opened(group, name, fields, body):
+        verbs.asked["openings"] += 1
 
-    monkeypatch.setattr(plain, "on_host", lambda tensor: False)
-    for module in (verbs_group, posted, tables):
-        monkeypatch.setattr(module, "read", noted)
-    outcomes = on_groups(threads.group(3, 60.0, wire="group"), body)
-    assert all(len(found) == 9 + others for found in results(outcomes, "threads"))
-    assert len(seen) == 3 * (2 + 2 + 2 * others)
+        def read(decode, *given):
+            return [decode(memoryview(body), *given)] * size
+
+        return SimpleNamespace(fields={}, read=read)
+
+    call = SimpleNamespace(measure=lambda: None, messages=0, sent_bytes=0, seconds=0.0)
+    group = SimpleNamespace(size=size, hosts=("here",) * size, memory=Pool(), state={})
+    group.worker = SimpleNamespace(now=call)
+    monkeypatch.setattr(tables, "opened", opened)
+    monkeypatch.setattr(run, "verbs_for", lambda group, request: verbs)
+    with Counted() as operations:
+        found = tables.reduced(group, of_all, requests)
+    assert [len(each) for each in found] == [1500] * len(shapes)
+    assert not any(verbs._answers)
+    return launched(operations), *(verbs.asked[what] for what in ASKED)
 
 
-# Routines of dense tensors. What only gives memory another shape asks a device for nothing.
-_OF_MEMORY = ("aten.new_empty.default", "aten.empty.memory_format", "aten.set_")
+ASKED = ("collectives", "reads", "openings")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "height", "most", "asked"),
+    [
+        ([(WIDTH,)], HEIGHT, 70, (1, 2, 1)),
+        ([(WIDTH,)], 500, 65, (2, 2, 1)),
+        ([(WIDTH,), ()], HEIGHT, 140, (2, 3, 1)),  # two kinds
+    ],
+)
+def test_a_list_asks_for_as_much_as_a_table(monkeypatch, shapes, height, most, asked):
+    """Whatever the number of its tables and of ranks; a further kind takes a sum more."""
+    monkeypatch.setattr(plain, "WHOLE", 1 << 40)  # else columns go in turns
+    many = ((size, shapes * count) for size in RANKS for count in (2, 26))
+    found = {counted_list(monkeypatch, size, tables, height) for size, tables in many}
+    ((operations, *others),) = found
+    assert tuple(others) == asked and operations <= most, operations
+
+
+# Routines of dense tensors
 
 
 def routine(size, body):
@@ -174,8 +228,7 @@ def routine(size, body):
     verbs = MetaVerbs(size, True, [])
     with Counted() as operations:
         body(verbs)
-    launched = [n for name, n in operations.asked.items() if not name.startswith(_OF_MEMORY)]
-    return sum(launched), verbs.asked["collectives"]
+    return launched(operations), verbs.asked["collectives"]
 
 
 def on_meta(*shape, dtype=torch.float32):
@@ -215,7 +268,6 @@ def test_a_plan_of_remote_rows_is_one_read(monkeypatch):
         return [*range(0, 4 * (len(bounds)), 4), 4 * len(bounds), 0, 9]
 
     monkeypatch.setattr(remote_rows, "read", answered)
-    monkeypatch.setattr(remote_rows, "there", lambda numbers, like: on_meta(len(numbers)))
     found = set()
     for size in RANKS:
         bounds = [*range(0, 10 * size + 1, 10)]

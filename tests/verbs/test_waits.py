@@ -52,7 +52,11 @@ PLACES = {
     "sparse/stream.py": _CPU,
     "sparse/request.py:Request.look": _CPU,
     "sparse/rows.py:Rows.from_coo": "asked on the CPU alone",
-    "sparse/tables.py:_agreed_tables": "of NumPy's, or asked on the CPU alone",
+    "sparse/plain.py:_united": "asked on the CPU alone",
+    "sparse/tables.py:requests_of": "asked on the CPU alone",
+    "sparse/tables.py:reduced": _NUMBERS,
+    "sparse/tables.py:_by_wire": _CPU,
+    "sparse/tables.py:_agreed": _NUMBERS,
     "sparse/tables.py:_numbers_in": _NUMBERS,
     "verbs/group.py:read": "the one place",
 }

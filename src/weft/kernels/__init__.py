@@ -37,6 +37,7 @@ which would read or write memory of others. No kernel is differentiable.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from . import jit
 from .codec import IndexCode, decode, encode, index_code
@@ -63,6 +64,7 @@ __all__ = [
     "index_code",
     "is_compiled",
     "merge",
+    "on_host",
     "pick",
     "prepare",
     "reduce",
@@ -80,6 +82,12 @@ def prepare() -> None:
 def is_compiled() -> bool:
     """Whether there is machine code, and not torch operations alone."""
     return jit.loops() is not None
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether `distinct` and `union` serve a tensor's device; else `kinds` does, and callers read
+    from the device how many there are."""
+    return tensor.is_cpu
 
 
 def describe() -> str:

@@ -36,6 +36,18 @@ class Distinct(NamedTuple):
     starts: Tensor | None
     most: int = 0
 
+    def of(self, keys: Tensor) -> Distinct:
+        """The same of other keys, of which the same ones are equal, and in the same order.
+
+        Example:
+            >>> distinct(torch.tensor([7, 2, 7])).of(torch.tensor([9, 4, 9])).indices
+            tensor([4, 9])
+        """
+        first = self.order
+        if self.starts is not None:
+            first = self.starts[:-1] if first is None else first.index_select(0, self.starts[:-1])
+        return self._replace(indices=keys if first is None else keys.index_select(0, first))
+
 
 class Union(NamedTuple):
     """Several sorted runs of indices united.

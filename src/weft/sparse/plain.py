@@ -4,8 +4,8 @@ It is what a sum is by definition, in operations of torch's, on whatever device,
 algorithms give the bits of. It serves tensors that weft's wire does not carry, and sums by a
 caller's function, on the wire too.
 
-1. Each rank sorts its indices, sums its duplicates, and reads how many rows are left, with the
-   smallest and the largest index: where one is out of bounds, it is known before anything is sent.
+1. Each rank sorts its indices, and reads how many are left without duplicates, with the smallest
+   and the largest: where one is out of bounds, it is known before anything is sent (`look`).
 2. The opening tells how many rows each rank has. The most of them is the *capacity*: from here on
    no size depends on data but that of the result.
 3. Each rank puts its indices and its rows into one buffer, which is as long on all, and one
@@ -25,18 +25,17 @@ torch.distributed does, "SSAR" in Renggli et al., "SparCML" (SC'19), section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..base.errors import WeftError
 from ..base.memory import fresh
+from ..base.tensors import there
 from ..call.attempt import preparing
 from ..call.opening import opened
 from ..group.group import Group
-from ..kernels import Distinct
 from ..kernels.kinds import Kinds
 from ..verbs.carrier import carried_by, own_device, verbs_of
 from ..verbs.interface import Verbs
@@ -45,42 +44,16 @@ from .call import Call, row_bytes
 from .canonical import CanonicalRows
 from .choose import Line
 from .registry import PLAIN
-from .request import Request
 from .rows import Rows
 
 WHOLE = 256 << 20
 """Bytes of all ranks' rows that are gathered at once."""
 
-_LAST = 2**63 - 1  # what fills the lists
 _ALIGNED = 8  # bytes that a rank's buffer is a multiple of: as long as the longest number
 
 Combine = Callable[[Tensor, int, Tensor], None]
 """Writes the sums of a table of all ranks' buffers, in which so many rows precede each rank's own,
 to a tensor."""
-
-
-def look(verbs: Verbs, request: Request) -> None:
-    """Check this rank's indices, and sort them unless they only move; one read.
-
-    Raises:
-        WeftError: an index is out of bounds.
-    """
-    indices = request.rows.indices
-    if request.moves:
-        request.look_at_ends(verbs.read)
-    elif indices.numel() and not on_host(indices):  # else they are sorted
-        kinds = Kinds.of(indices)
-        most = kinds.starts(len(indices)).diff().max().view(1)
-        ends = kinds.ascending[:1], kinds.ascending[-1:]
-        numbers = torch.cat([kinds.total, most, *ends])  # promotes to int64
-        count, repeats, *found = verbs.read(numbers)
-        request.take_ends(*found)
-        if request.highest == _LAST:
-            raise WeftError(f"index {_LAST} is too large for a device: pass .cpu()")
-        if count == len(indices):
-            request.distinct = Distinct(kinds.ascending, kinds.order, None, 1)
-        else:
-            request.distinct = kinds.distinct(count, repeats)
 
 
 def heard(group: Group, name: str, said: str) -> tuple[Verbs, torch.device]:
@@ -110,29 +83,34 @@ def line_of(verbs: Verbs, call: Call) -> Line:
     return Line(PLAIN, f"weft's wire does not carry {verbs.name}")
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether the kernels sort and merge; else operations of torch's do, and `read` waits."""
-    return tensor.is_cpu
-
-
 # sums
 
 
-def summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> Rows:
-    """The sum of all ranks' rows, canonical; collective."""
+def summed(
+    verbs: Verbs, rows: CanonicalRows, call: Call, bounds: Sequence[int] = ()
+) -> tuple[Rows, list[int]]:
+    """The sum of all ranks' rows, canonical; collective.
+
+    Args:
+        verbs, rows, call: of the call.
+        bounds: some indices, or ends of indices.
+
+    Returns:
+        The sum, and how many of its rows come before each of the bounds.
+    """
     given = call.given
     if not call.sizes.total:
-        return given
-    if _is_small(verbs, call):
-        indices, values = _table_summed(verbs, rows, call)
-    else:
-        indices, values = _rows_summed(verbs, rows, call)
+        return given, [0] * len(bounds)
+    way = _table_summed if _is_small(verbs, call) else _rows_summed
+    indices, values, cuts = way(verbs, rows, call, bounds)
     shaped = values.view(len(indices), *given.row_shape)
-    return Rows(indices.to(given.indices.dtype), shaped, given.height)
+    return Rows(indices.to(given.indices.dtype), shaped, given.height), cuts
 
 
-def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor, Tensor]:
-    """The result's indices and values, by an all-gather of rows."""
+def _rows_summed(
+    verbs: Verbs, rows: CanonicalRows, call: Call, bounds: Sequence[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """The result's indices and values, by an all-gather of rows; and what comes before bounds."""
     given = call.given
     capacity = call.sizes.most
     width = math.prod(given.row_shape)
@@ -140,8 +118,8 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
         own = fresh((capacity,), call.wire_index, given.indices.device)
         _fill(own, rows.indices)
         lists = verbs.all_gather(own)
-        indices, _ = _united(verbs, call, lists)
-        return indices, given.values.new_empty((len(indices), *given.row_shape))
+        indices, cuts, _ = _united(verbs, call, lists, bounds)
+        return indices, given.values.new_empty((len(indices), *given.row_shape)), cuts
     # a function is given whole rows
     shape = (width,) if call.op.builtin else given.row_shape
     values = given.values.reshape(len(given), *shape)
@@ -152,7 +130,7 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
         some = values if step == width else values[:, columns].contiguous()
         lists, table, front = _gathered(verbs, rows, some, call, has_list=start == 0)
         if start == 0:
-            indices, combine = _united(verbs, call, lists)
+            indices, cuts, combine = _united(verbs, call, lists, bounds)
             found = fresh((len(indices), *shape), call.dtype, values.device)
         out = found if step == width else found[:, columns]
         sums = out
@@ -160,7 +138,7 @@ def _rows_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor,
             sums = fresh((len(indices), *some.shape[1:]), call.partial_dtype, values.device)
         combine(table, front, sums)
         call.finish(sums, out)
-    return indices, found
+    return indices, found, cuts
 
 
 def _fill(out: Tensor, indices: Tensor) -> None:
@@ -200,24 +178,27 @@ def _gathered(
     return lists, gathered.view(-1, *values.shape[1:]), front
 
 
-def _united(verbs: Verbs, call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
-    """The union of all ranks' lists, and what combines their rows."""
+def _united(
+    verbs: Verbs, call: Call, lists: Tensor, bounds: Sequence[int]
+) -> tuple[Tensor, list[int], Combine]:
+    """The union of all ranks' lists; how many of it come before each bound; what combines rows."""
     ranks = verbs.size
     capacity = call.sizes.most
-    if on_host(lists):
+    if kernels.on_host(lists):
         counts = call.counts
         runs = [lists[rank * capacity :][:count] for rank, count in enumerate(counts)]
         union = kernels.union(runs)
+        cuts = _places(union.indices, bounds).tolist()
 
         def combine(table: Tensor, front: int, out: Tensor) -> None:
             buffers = table.view(ranks, front + capacity, *table.shape[1:])
             for slots, buffer, count in zip(union.slots, buffers, counts, strict=True):
                 kernels.combine(out, slots, buffer[front : front + count], call.op)
 
-        return union.indices, combine
+        return union.indices, cuts, combine
 
     kinds = Kinds.of(lists, call.sizes.total)  # without what only fills the lists
-    (count,) = verbs.read(kinds.total)
+    count, *cuts = _counted(verbs, kinds.ascending, kinds.upto, bounds)
     segments = kinds.distinct(count, ranks)._replace(order=None)
     rank = torch.div(kinds.order, capacity, rounding_mode="floor")
 
@@ -226,7 +207,30 @@ def _united(verbs: Verbs, call: Call, lists: Tensor) -> tuple[Tensor, Combine]:
         rows = table.index_select(0, where).to(out.dtype)
         kernels.reduce(rows, segments, call.op, out=out)
 
-    return segments.indices, combine_segments
+    return segments.indices, cuts, combine_segments
+
+
+def _counted(verbs: Verbs, ascending: Tensor, upto: Tensor, bounds: Sequence[int]) -> list[int]:
+    """How many rows a sum has, and how many of them come before each bound; one read.
+
+    Args:
+        verbs: that read.
+        ascending: indices, on a device.
+        upto: how many rows there are up to each of these.
+        bounds: see `summed`.
+    """
+    numbers = upto[-1:]
+    if bounds:
+        before = torch.cat([torch.zeros_like(numbers), upto])
+        numbers = torch.cat([numbers, before.index_select(0, _places(ascending, bounds))])
+    return verbs.read(numbers)
+
+
+def _places(ascending: Tensor, bounds: Sequence[int]) -> Tensor:
+    """How many of some indices come before each bound."""
+    most = torch.iinfo(ascending.dtype).max
+    last = there([min(bound - 1, most) for bound in bounds], ascending)
+    return torch.searchsorted(ascending, last, right=True)
 
 
 # sums of small tables
@@ -244,9 +248,11 @@ def _is_small(verbs: Verbs, call: Call) -> bool:
     return is_less and verbs.reduces("sum", call.partial_dtype)
 
 
-def _table_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor, Tensor]:
+def _table_summed(
+    verbs: Verbs, rows: CanonicalRows, call: Call, bounds: Sequence[int]
+) -> tuple[Tensor, Tensor, list[int]]:
     """The result's indices and values, by a reduction of the whole table, and of which rows are
-    there."""
+    there; and what comes before bounds."""
     given = call.given
     height = given.height
     assert height is not None
@@ -262,25 +268,14 @@ def _table_summed(verbs: Verbs, rows: CanonicalRows, call: Call) -> tuple[Tensor
     verbs.all_reduce(table, "sum")
     verbs.all_reduce(is_there, "max")
     upto = torch.cumsum(is_there, 0)
-    (count,) = verbs.read(upto[-1:])
+    count, *cuts = _counted(verbs, torch.arange(height, device=device), upto, bounds)
     indices = torch.searchsorted(upto, torch.arange(1, count + 1, device=device))
     found = fresh((count, width), call.dtype, device)
     call.finish(table.index_select(0, indices), found)
-    return indices, found
+    return indices, found, cuts
 
 
-# parts of sums, and rows that only move
-
-
-def part_of(verbs: Verbs, rows: Rows, low: int, high: int) -> Rows:
-    """The canonical rows with indices from `low` up to, not including, `high`."""
-    if not len(rows):
-        return rows
-    most = torch.iinfo(rows.indices.dtype).max
-    bounds = [torch.searchsorted(rows.indices, min(bound, most)) for bound in (low, high)]
-    start, stop = verbs.read(torch.stack(bounds))
-    stop = len(rows) if high > most else stop
-    return Rows(rows.indices[start:stop].clone(), rows.values[start:stop].clone(), rows.height)
+# rows that only move
 
 
 def concatenated(verbs: Verbs, call: Call) -> Rows:

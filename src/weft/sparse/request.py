@@ -63,6 +63,7 @@ class Request:
         rounded: the argument `wire_dtype`.
         fields: the fingerprint: values that must be equal on all ranks.
         restore: converts a result to the form of the rows that were given.
+        naming: what errors begin with; of a list it says which table.
         wrong_ends: says what else is wrong with the smallest and the largest index.
     """
 
@@ -76,6 +77,7 @@ class Request:
     rounded: torch.dtype | None = None
     fields: dict[str, object] = field(default_factory=dict)
     restore: Callable[[Rows], Any] = lambda rows: rows
+    naming: str = ""
     wrong_ends: Callable[[int, int], str | None] = lambda low, high: None
 
     @classmethod
@@ -149,8 +151,7 @@ class Request:
 
     def of_rows(self, rows: Rows) -> Request:
         """The same call for other, valid rows, whose values have the same dtype."""
-        fields = self.fields | _fields(rows)
-        return replace(self, rows=rows, distinct=None, fields=fields).look()
+        return replace(self, rows=rows, distinct=None, fields=self.fields | _fields(rows))
 
     def take_root(self, name: str, root: int, given: object, size: int) -> None:
         """Add the root to the fingerprint; it is an error if `given` was no rank (`root_in`)."""
@@ -160,7 +161,8 @@ class Request:
     def take_ends(self, low: int, high: int) -> None:
         """Check the smallest and the largest index. Raises WeftError: one is out of bounds."""
         self.highest = high
-        check(outside(low, high, self.rows.height) or self.wrong_ends(low, high))
+        if wrong := outside(low, high, self.rows.height) or self.wrong_ends(low, high):
+            raise WeftError(f"{self.naming}{wrong}")
 
     def _widen(self) -> None:
         """Have half precision in float32 from here on, if the caller asks and the op combines it.

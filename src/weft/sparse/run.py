@@ -34,6 +34,7 @@ from .choose import Line, chosen
 from .explanation import Explanation
 from .guard import guarded
 from .header import Header
+from .look import look_at
 from .rate import fitted, known_rate, learn
 from .record import Record, note
 from .registry import ALGORITHMS, ALONE, EAGER, PLAIN
@@ -43,6 +44,9 @@ from .sizes import Sizes
 
 Body = Callable[[CanonicalRows, Call], tuple[Line, Rows]]
 """Gets this rank's rows and the call; returns what ran, and the result."""
+
+Begin = Callable[[Group, Request, str], tuple[CanonicalRows, Call]]
+"""As `begun`."""
 
 
 def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call]:
@@ -58,9 +62,9 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
         call.
     """
     with preparing(group, name):
-        verbs = _verbs_for(group, request)
+        verbs = verbs_for(group, request)
         if verbs is not None:
-            plain.look(verbs, request)
+            look_at(verbs, request)
         rows = _canonical(request, group.memory)
         header = _header(group, request, rows, verbs)
         body = header.pack()
@@ -80,7 +84,19 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
     return rows, _call_of(group, request, verbs, opening.fields, headers)
 
 
-def _verbs_for(group: Group, request: Request) -> Verbs | None:
+def known(
+    group: Group,
+    request: Request,
+    verbs: Verbs,
+    fields: Mapping[str, str],
+    headers: Sequence[Header],
+) -> tuple[CanonicalRows, Call]:
+    """What `begun` gives, of a call by verbs of which all ranks know the same already."""
+    rows = _canonical(request, group.memory)
+    return rows, _call_of(group, request, verbs, fields, headers)
+
+
+def verbs_for(group: Group, request: Request) -> Verbs | None:
     """The verbs that carry the rows of a call; None: the wire does, by its algorithms.
 
     Raises:
@@ -128,7 +144,7 @@ def _call_of(
     request: Request,
     verbs: Verbs | None,
     fields: Mapping[str, str],
-    headers: list[Header],
+    headers: Sequence[Header],
 ) -> Call:
     """The call, of which all ranks know the same."""
     rows = request.rows
@@ -176,6 +192,7 @@ def performed(
     algorithm: Body,
     *,
     apart: bool = False,
+    begin: Begin = begun,
 ) -> tuple[Rows, Record]:
     """Begin a call, run it, and note what it did; collective.
 
@@ -183,6 +200,7 @@ def performed(
         group, request, name: see `begun`.
         algorithm: what it does.
         apart: whether ranks get different results.
+        begin: begins it.
 
     Returns:
         The result, of the caller's dtype, and the record.
@@ -193,7 +211,7 @@ def performed(
     raised: list[BaseException] = []
     if not request.op.builtin:
         request = replace(request, op=guarded(request.op, raised))
-    rows, call = begun(group, request, name)
+    rows, call = begin(group, request, name)
     try:
         start = time.perf_counter()
         line, result = algorithm(rows, call)
@@ -222,7 +240,7 @@ def reduced(group: Group, request: Request) -> tuple[Rows, Record]:
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         line = _line(request, call)
         if call.verbs is not None:
-            return line, plain.summed(call.verbs, rows, call)
+            return line, plain.summed(call.verbs, rows, call)[0]
         if line.algorithm == ALONE:
             return line, _alone(rows, call)
         if line.algorithm == EAGER:

@@ -2,58 +2,64 @@
 
 A model with many embedding tables would pay the latency of a call for each. So the tables of one
 *kind*, of one dtype and row shape, become one: their indices are shifted, each table has a range of
-one key space, and one ordinary call reduces all of them. An opening comes before the first of these
-calls (several, of thousands of tables). In it every rank states two numbers of each table: a digest
-of what must be equal, and the largest index. From that all ranks find the same kinds and the same
-ranges. Where digests differ, an opening for that table tells how; or what its row shape is, which a
-rank without rows of it need not know.
+one key space, and they are reduced together. An opening comes first (several, of thousands of
+tables). In it every rank states numbers of each table: a digest of what must be equal, and the
+largest index. From that all ranks find the same kinds and the same ranges. Where digests differ, an
+opening for that table tells how; or what its row shape is, which a rank without rows of it need not
+know.
+
+On the wire each kind is then an ordinary call. By verbs ranks sort their rows first (`look`), and
+state how many there are: so no other opening follows, and a device is read once for all tables
+of a rank, and once for the result of each kind.
 
 The results of the tables of a kind are parts of the tall table's memory, which is freed with the
-last of them.
-
-Tables that verbs carry are read for their largest indices together, and so are the rows of
-the results at which tables begin. All tables of a list must be on one device.
+last of them; on a device they are copies. All tables of a list must be on one device.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels
 from ..base.arguments import in_words
-from ..base.errors import WeftError, conclusion
-from ..base.memory import fresh
-from ..base.tensors import shape_in, there
+from ..base.errors import WeftError
+from ..base.tensors import Shape, shape_in, there
 from ..call.attempt import preparing
 from ..call.fingerprint import UNKNOWN
 from ..call.opening import opened
 from ..call.statement import room
 from ..group.group import Group
-from ..verbs.carrier import carried_by, verbs_of
-from ..verbs.group import read
-from . import run
+from ..kernels import Distinct
+from ..verbs.carrier import carried_by
+from ..verbs.interface import Verbs
+from . import plain, run
+from .call import Call
+from .canonical import CanonicalRows
+from .choose import Line
+from .header import Header
+from .look import looks_at
 from .record import Record, note
 from .registry import EAGER
 from .request import Request
 from .rows import Rows
+from .tall import Tall
 
 NAME = "sparse_all_reduce of a list"
 
-_END = 2**63 - 1  # the largest end of a key space: the end, too, must fit in int64
-_SHORT = 2**31  # keys below fit in int32
+_NUMBERS = 3
+"""What a rank states of a table: a digest of what must be equal, also of its row shape; the largest
+index, -1 if the rank has no rows of it; and by verbs, of the first table of a kind that the rank
+has rows of, how many rows it has of the kind, each index once."""
 
-_NUMBERS = 2
-"""What a rank states of a table: a digest of what must be equal, also of its row shape, and the
-largest index, -1 if the rank has no rows of it."""
+_Kind = tuple[object, Shape]  # the dtype, as all know it, and the row shape
 
 
 def requests_of(rows: list[Any], of_all: Request) -> list[Request]:
@@ -69,24 +75,20 @@ def requests_of(rows: list[Any], of_all: Request) -> list[Request]:
         )
     requests: list[Request] = []
     for number, table in enumerate(rows):
-        with _naming(number):
+        try:
             request = of_all.given(table)
+        except Exception as error:
+            said = error if isinstance(error, WeftError) else in_words(error)
+            raise WeftError(f"table {number}: {said}") from error
+        request.naming = f"table {number}: "
+        if kernels.on_host(request.rows.indices):
+            request.look_at_ends(Tensor.tolist)
         requests.append(request)
         first = requests[0].device
         if request.device != first:
             where = f"table {number} is on {request.device}, table 0 on {first}"
             raise WeftError(f"{where}: pass a list for each device")
     return requests
-
-
-@contextmanager
-def _naming(number: int) -> Iterator[None]:
-    """A block for one of several tables: what it raises says which."""
-    try:
-        yield
-    except Exception as error:
-        said = error if isinstance(error, WeftError) else in_words(error)
-        raise WeftError(f"table {number}: {said}") from error
 
 
 def _is_pair(rows: Sequence[object]) -> bool:
@@ -96,18 +98,9 @@ def _is_pair(rows: Sequence[object]) -> bool:
     )
 
 
-def _take_ends(requests: Sequence[Request], read: Callable[[Tensor], list[int]]) -> None:
-    """Find the smallest and the largest index of each table, all with one read (to the host).
-
-    Raises:
-        WeftError: one is not of its table.
-    """
-    numbered = [(number, each) for number, each in enumerate(requests) if len(each.rows)]
-    ends = [end.long() for _, each in numbered for end in each.rows.indices.aminmax()]
-    found = iter(read(torch.stack(ends)) if ends else ())
-    for number, request in numbered:
-        with _naming(number):
-            request.take_ends(next(found), next(found))
+def device_of(of_all: Request, requests: Sequence[Request]) -> torch.device:
+    """Where the tables are; of an empty list the CPU."""
+    return (requests[0] if requests else of_all).device
 
 
 def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[Any]:
@@ -121,22 +114,96 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
     Returns:
         The result of each table, in the form that it was given in.
     """
-    kinds = _kinds(requests, *_agreed_tables(group, of_all, requests))
-    with preparing(group, NAME):  # there may be no memory for tall tables
-        calls = [kind.request() for kind in kinds]
-    done = [run.reduced(group, call) for call in calls]
-    results = [(kind, rows) for kind, (rows, _) in zip(kinds, done, strict=True)]
-    begin = [
-        torch.searchsorted(rows.indices, there(kind.starts, rows.indices))
-        for kind, rows in results
-        if kind.tall
-    ]
-    bounds = iter(read(group, torch.cat(begin)) if begin else ())
-    parts = {table: request.rows for table, request in enumerate(requests)}  # if nobody has rows
-    for kind, rows in results:
-        parts |= kind.parts(rows, bounds)
-    note(group, _record_of_list(group, [record for _, record in done]))
-    return [request.restore(parts[table]) for table, request in enumerate(requests)]
+    looks: dict[_Kind, Distinct] = {}
+    with preparing(group, NAME):
+        verbs = run.verbs_for(group, requests[0] if requests else of_all)
+        shapes = [tuple(each.rows.row_shape) for each in requests]
+        own = _kinds(requests, shapes, [len(each.rows) > 0 for each in requests])
+        if verbs is not None:
+            found = looks_at(verbs, [[requests[table] for table in each] for each in own.values()])
+            looks = dict(zip(own, found, strict=True))
+        stated = [(_digest(request), request.highest, 0) for request in requests]
+        mine = np.array(stated, np.int64).reshape(-1, _NUMBERS)
+        for kind, look in looks.items():
+            mine[own[kind][0], -1] = len(look.indices)
+    fields = {**of_all.fields, "number of tables": len(requests), "device": carried_by(verbs)}
+    numbers, shapes, agreed = _agreed(group, fields, requests, mine)
+    _, highest, counts = np.moveaxis(numbers, 2, 0)
+    parts = [request.rows for request in requests]  # of which no rank has rows
+    records = []
+    for kind, tables in _kinds(requests, shapes, highest.max(0) >= 0).items():
+        alike = [requests[table] for table in tables]
+        tall = Tall.of(alike, kind[1], highest[:, tables].max(0).tolist())
+        if verbs is None:
+            rows, record, cuts = _by_wire(group, tall)
+        else:
+            of_ranks = counts[:, tables].sum(1).tolist()
+            rows, record, cuts = _by_verbs(group, verbs, agreed, tall, of_ranks, looks.get(kind))
+        records.append(record)
+        for table, part in zip(tables, tall.parts(rows, cuts), strict=True):
+            parts[table] = part
+    note(group, _record_of_list(group, records))
+    return [request.restore(part) for request, part in zip(requests, parts, strict=True)]
+
+
+def _kinds(
+    requests: Sequence[Request], shapes: Sequence[Shape], are_there: Sequence[bool]
+) -> dict[_Kind, list[int]]:
+    """The numbers of the tables of each kind.
+
+    Args:
+        requests: of all tables.
+        shapes: the row shape of each.
+        are_there: whether a table has rows; else it is of no kind.
+    """
+    found: dict[_Kind, list[int]] = {}
+    for table, request in enumerate(requests):
+        if are_there[table]:
+            found.setdefault((request.fields["value dtype"], shapes[table]), []).append(table)
+    return found
+
+
+def _by_wire(group: Group, tall: Tall) -> tuple[Rows, Record, list[int]]:
+    """The sum of tables by weft's wire, and how many rows come before each; collective."""
+    with preparing(group, NAME):  # there may be no memory for a tall table
+        request = tall.request().look()
+    rows, record = run.reduced(group, request)
+    cuts = torch.searchsorted(rows.indices, there(tall.bounds, rows.indices)).tolist()
+    return rows, record, cuts
+
+
+def _by_verbs(
+    group: Group,
+    verbs: Verbs,
+    fields: Mapping[str, str],
+    tall: Tall,
+    counts: Sequence[int],
+    look: Distinct | None,
+) -> tuple[Rows, Record, list[int]]:
+    """The sum of tables by verbs, and how many rows come before each; collective.
+
+    Args:
+        group, verbs: of the call.
+        fields: that all agreed on.
+        tall: the tables.
+        counts: how many rows each rank has, each index once.
+        look: what this rank found; None if it has no rows.
+    """
+    request = tall.request()
+    if look is not None:
+        request.distinct = look.of(request.rows.indices)
+    headers = [Header(count, tall.starts[-1] - 1, 0, 0) for count in counts]
+    cuts: list[int] = []
+
+    def known(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call]:
+        return run.known(group, request, verbs, fields, headers)
+
+    def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
+        sums, cuts[:] = plain.summed(verbs, rows, call, tall.bounds)
+        return plain.line_of(verbs, call), sums
+
+    rows, record = run.performed(group, request, NAME, algorithm, begin=known)
+    return rows, record, cuts
 
 
 def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
@@ -155,130 +222,30 @@ def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
     )
 
 
-class _Kind(NamedTuple):
-    """Tables of one dtype and row shape, each with rows on some rank.
+def _agreed(
+    group: Group, fields: Mapping[str, object], requests: Sequence[Request], mine: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], list[Shape], Mapping[str, str]]:
+    """Tell each other the numbers of all tables; collective.
 
-    Attributes:
-        tables: of each its number and its request.
-        row_shape: shape of a row.
-        starts: the first key of each table, and the end of all keys.
-    """
-
-    tables: list[tuple[int, Request]]
-    row_shape: tuple[int, ...]
-    starts: list[int]
-
-    @property
-    def tall(self) -> bool:
-        """Whether indices become keys; a single table keeps its indices."""
-        return len(self.tables) > 1
-
-    def request(self) -> Request:
-        """The call for the tall table."""
-        _, kind = self.tables[0]
-        given = [request.rows for _, request in self.tables]
-        shaped = [rows.values.view(len(rows), *self.row_shape) for rows in given]
-        if not self.tall:
-            return kind.of_rows(Rows(given[0].indices, shaped[0], given[0].height))
-        indices = torch.cat([rows.indices for rows in given])
-        start, count = (
-            there(numbers, indices.new_empty(0, dtype=torch.int64))
-            for numbers in (self.starts[:-1], [len(rows) for rows in given])
-        )
-        keys = indices + torch.repeat_interleave(start, count, output_size=len(indices))
-        keys = keys.to(torch.int32 if self.starts[-1] < _SHORT else torch.int64)
-        memory = fresh((len(keys), *self.row_shape), shaped[0].dtype, keys.device)
-        return kind.of_rows(Rows(keys, torch.cat(shaped, out=memory), self.starts[-1]))
-
-    def parts(self, result: Rows, bounds: Iterator[int]) -> dict[int, Rows]:
-        """The rows of each table.
-
-        If the kind is tall, the next of `bounds` say where in the result each table begins, and
-        where the last one ends.
-        """
-        if not self.tall:
-            return {self.tables[0][0]: result}
-        keys = result.indices.long()
-        own = pairwise(islice(bounds, len(self.starts)))
-        parts = {}
-        for (table, request), start, (low, high) in zip(
-            self.tables, self.starts[:-1], own, strict=True
-        ):
-            indices = (keys[low:high] - start).to(request.rows.indices.dtype)
-            parts[table] = Rows(indices, _part(result.values, low, high), request.rows.height)
-        return parts
-
-
-def _part(whole: Tensor, low: int, high: int) -> Tensor:
-    """Some rows, with a storage of their own, so that `torch.save` of them does not save the whole.
-
-    On the host they share the memory of the whole; on a device they are a copy.
-    """
-    if not whole.is_cpu:
-        return whole[low:high].clone()
-    some = whole[low:high]
-    first = some.storage_offset() * some.itemsize
-    memory: torch.UntypedStorage = some.untyped_storage()[first : first + some.nbytes]
-    return torch.empty(0, dtype=some.dtype).set_(memory).view(some.shape)
-
-
-def _kinds(
-    requests: Sequence[Request], shapes: Sequence[tuple[int, ...]], highest: Sequence[int]
-) -> list[_Kind]:
-    """The kinds of tables that have rows on some rank, of which all ranks know the row shapes and
-    the largest indices.
-
-    Raises:
-        WeftError: the indices of a kind do not fit in one key space.
-    """
-    numbers_of: dict[tuple[object, tuple[int, ...]], list[int]] = {}
-    for number, request in enumerate(requests):
-        if highest[number] >= 0:
-            dtype = request.fields["value dtype"]
-            numbers_of.setdefault((dtype, shapes[number]), []).append(number)
-    kinds = []
-    for (_, row_shape), numbers in numbers_of.items():
-        starts = [0, *accumulate(highest[number] + 1 for number in numbers)]
-        kind = _Kind([(number, requests[number]) for number in numbers], row_shape, starts)
-        if starts[-1] > _END and kind.tall:
-            most = max(numbers, key=highest.__getitem__)
-            text = f"index {highest[most]} is too large for a list: pass it alone"
-            raise conclusion(f"table {most}: {text}")
-        kinds.append(kind)
-    return kinds
-
-
-def _agreed_tables(
-    group: Group, of_all: Request, requests: Sequence[Request]
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The row shape of each table, if no rank has rows as this rank has it; and the largest index
-    of all ranks, -1 if none has rows; collective.
+    Returns:
+        The numbers of all ranks, `[size, tables, numbers]`; the row shape of each table, if no rank
+        has rows as this rank has it; and the fields that all agreed on.
 
     Raises:
         WeftError: arguments are wrong on some rank, or ranks differ; the same text on every rank.
     """
-    with preparing(group, NAME):
-        verbs = verbs_of(group, device_of(of_all, requests))
-        _take_ends(requests, Tensor.tolist if verbs is None else verbs.read)
-        stated = [(_digest(request), request.highest) for request in requests]
-        mine = np.array(stated, np.int64).reshape(-1, _NUMBERS)
-    fields = {**of_all.fields, "number of tables": len(requests), "device": carried_by(verbs)}
     most = room(group.size) // (_NUMBERS * mine.itemsize)
     parts = []
     for start in range(0, max(1, len(requests)), most):
         own = mine[start : start + most]
         opening = opened(group, NAME, fields, own.tobytes())
         parts.append(np.stack(opening.read(_numbers_in, len(own))))
-    digests, highest = np.moveaxis(np.concatenate(parts, axis=1), 2, 0)
-    shapes: list[tuple[int, ...]] = [request.rows.row_shape for request in requests]
-    for number in np.flatnonzero((digests != digests[0]).any(0)).tolist():
-        shapes[number] = _row_shape(group, number, requests[number])
-    return shapes, highest.max(0).tolist()
-
-
-def device_of(of_all: Request, requests: Sequence[Request]) -> torch.device:
-    """Where the tables are; of an empty list the CPU."""
-    return (requests[0] if requests else of_all).device
+    numbers = np.concatenate(parts, axis=1)
+    digests = numbers[:, :, 0]
+    shapes = [tuple(each.rows.row_shape) for each in requests]
+    for table in np.flatnonzero((digests != digests[0]).any(0)).tolist():
+        shapes[table] = _row_shape(group, table, requests[table])
+    return numbers, shapes, opening.fields
 
 
 def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
@@ -298,8 +265,8 @@ def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:
 def _numbers_in(body: memoryview, tables: int) -> NDArray[np.int64]:
     """Read what a rank states of so many tables. Raises ValueError if the bytes are none."""
     numbers = np.frombuffer(body, np.int64).reshape(tables, _NUMBERS)
-    if (numbers[:, -1] < -1).any():
-        raise ValueError("a highest index is below -1")
+    if (numbers[:, 1] < -1).any() or (numbers[:, 2] < 0).any():
+        raise ValueError("no table has such rows")
     return numbers
 
 

@@ -87,7 +87,7 @@ class Search(NamedTuple):
     @classmethod
     def of(cls, given: Tensor, bounds: Sequence[int]) -> Search:
         flat = plain(given).reshape(-1)
-        if has_kernels(flat):
+        if kernels.on_host(flat):
             found, order, starts, _ = kernels.distinct(flat)
             count = torch.full((1,), len(found), device=flat.device)
             place = torch.arange(len(found), dtype=flat.dtype, device=flat.device)
@@ -101,11 +101,6 @@ class Search(NamedTuple):
             place = torch.empty_like(place).scatter_(0, order, place)
         begins = torch.minimum(torch.searchsorted(found, there(bounds, found)), count)
         return cls(found, place.view(given.shape), torch.cat([found[:1], found[-1:], begins]))
-
-
-def has_kernels(tensor: Tensor) -> bool:
-    """Whether kernels sort, and add; else operations of torch's do."""
-    return tensor.is_cpu
 
 
 def description_of(tables: Sequence[Table]) -> str:
@@ -252,7 +247,7 @@ class _Owned(torch.autograd.Function):
         uses = torch.ones(1, dtype=torch.int64, device=messages[0].device)
         if many > 1:  # the optimizer of a table that no rank has used is not to see a gradient
             uses = torch.stack([message[:many] for message in messages]).ne(0).any(0).long()
-        unions = [] if has_kernels(uses) else [Kinds.of(torch.cat(each)) for each in runs]
+        unions = [] if kernels.on_host(uses) else [Kinds.of(torch.cat(each)) for each in runs]
         known = read(ctx.group, torch.cat([uses, *(each.total for each in unions)]))
         pieces = []
         for message, of_tables in zip(messages, ctx.asked, strict=True):

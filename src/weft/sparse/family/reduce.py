@@ -101,7 +101,7 @@ def sparse_reduce(
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         line = sibling(call, "direct")
         if call.verbs is not None:
-            return line, plain.summed(call.verbs, rows, call)
+            return line, plain.summed(call.verbs, rows, call)[0]
         end = call.header.highest + 1
         ranges = [0] * (dst + 1) + [end] * (group.size - dst)
         return line, sums_in(ranges, rows, call)

@@ -114,8 +114,10 @@ def sparse_reduce_scatter(
         bounds.extend(chosen or _balanced(call))
         if call.verbs is None:
             return line, sums_in(bounds, rows, call)
-        sums = plain.summed(call.verbs, rows, call)
-        return line, plain.part_of(call.verbs, sums, *bounds[group.rank : group.rank + 2])
+        own = bounds[group.rank : group.rank + 2]
+        sums, (start, stop) = plain.summed(call.verbs, rows, call, own)
+        part = sums.indices[start:stop].clone(), sums.values[start:stop].clone()
+        return line, Rows(*part, sums.height)
 
     def job() -> Any:
         result, record = performed(group, request, _NAME, algorithm, apart=True)
