@@ -32,7 +32,8 @@ def by_gloo(group, place, body):
     try:
         return body(weft.init(wire="group", timeout=60.0))
     finally:
-        weft.barrier(group=group)  # rank 0 has the store
+        with contextlib.suppress(weft.WireError):
+            weft.barrier(group=group)  # rank 0 has the store
         weft.shutdown()
         dist.destroy_process_group()
 
@@ -160,6 +161,32 @@ def slow(group):
 
 def test_a_later_deadline_holds_for_groups_that_are_made(tmp_path):
     assert run(2, by_gloo, tmp_path, slow, on="processes") == [[0, 1, 7]] * 2
+
+
+def broken(group):
+    """Rank 1 gives up; how many process groups have ended when a rank gets the error."""
+    weft.sparse_all_reduce(mine(group.rank))
+    ended, end = [], verbs_of_group._end_gloo
+
+    def end_slowly(process_group):
+        time.sleep(1.0)
+        end(process_group)
+        ended.append(process_group)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(weft.WireError):
+        patch.setattr(verbs_of_group, "_end_gloo", end_slowly)
+        weft.barrier()
+        if group.rank == 1:
+            group.abort("there is no more data")
+        weft.sparse_all_reduce(mine(group.rank))
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+    return len(ended)
+
+
+def test_who_gets_the_error_finds_connections_closed(tmp_path):
+    """Gloo may leave a collective waiting for ever that begins while they are being closed."""
+    assert run(3, by_gloo, tmp_path, broken, on="processes") == [1, 1, 1]
 
 
 UNCAUGHT = """

@@ -78,6 +78,7 @@ class GroupVerbs:
         self._made: dist.ProcessGroup | None = None  # of weft's own
         self._is_connected = backend == "gloo" and not self._is_own  # as torch made it
         self._failure: Failure | None = None
+        self._ending = threading.RLock()
 
     def all_gather(self, mine: Tensor) -> Tensor:
         own = bytes_of(mine)
@@ -227,17 +228,21 @@ class GroupVerbs:
         return self._failure
 
     def abort(self, failure: Failure) -> None:
-        """End what is under way; the detector's thread calls it, so it does not block."""
-        if self._failure is not None:
-            return
-        self._failure = failure
-        end = _end_gloo if self._backend == "gloo" else _end
-        # the program's own, too: whoever is to blame here would be awaited there
-        for group in (self._made, self._group.session.process_group()):
-            if group is not None:
-                ending = threading.Thread(target=end, args=[group], name="weft abort", daemon=True)
-                ending.start()
-                leave(ending)
+        """End what is under way; the detector's thread calls it, so it does not block.
+
+        A second call returns once the first is through with gloo. A collective of the program's
+        that began meanwhile might wait for ever: gloo tells no send that it has queued when the
+        connection closes.
+        """
+        with self._ending:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            end = _end_gloo if self._backend == "gloo" else _end
+            # the program's own, too: whoever is to blame here would be awaited there
+            for group in (self._made, self._group.session.process_group()):
+                if group is not None:
+                    end(group)
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
@@ -327,10 +332,17 @@ def _is_through(work: Any) -> bool:
 
 
 def _end(group: Any) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        _log.warning("a process group could not be aborted: %s", error)
+    """Abort a process group, in a thread: it may take long."""
+
+    def abort() -> None:
+        try:
+            group.abort()
+        except RuntimeError as error:
+            _log.warning("a process group could not be aborted: %s", error)
+
+    ending = threading.Thread(target=abort, name="weft abort", daemon=True)
+    ending.start()
+    leave(ending)
 
 
 def _end_gloo(group: Any) -> None:
