@@ -45,8 +45,8 @@ from .sizes import Sizes
 Body = Callable[[CanonicalRows, Call], tuple[Line, Rows]]
 """Gets this rank's rows and the call; returns what ran, and the result."""
 
-Begin = Callable[[Group, Request, str], tuple[CanonicalRows, Call]]
-"""As `begun`."""
+Agreed = tuple[Verbs, Mapping[str, str], Sequence[Header]]
+"""What all ranks know of a call by verbs: these, the fingerprint, and the header of each rank."""
 
 
 def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call]:
@@ -82,18 +82,6 @@ def begun(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Cal
     unpack = partial(Header.unpack, moves=request.moves)
     headers = opening.read(unpack, request.rows.row_shape, request.dtype, own=known)
     return rows, _call_of(group, request, verbs, opening.fields, headers)
-
-
-def known(
-    group: Group,
-    request: Request,
-    verbs: Verbs,
-    fields: Mapping[str, str],
-    headers: Sequence[Header],
-) -> tuple[CanonicalRows, Call]:
-    """What `begun` gives, of a call by verbs of which all ranks know the same already."""
-    rows = _canonical(request, group.memory)
-    return rows, _call_of(group, request, verbs, fields, headers)
 
 
 def verbs_for(group: Group, request: Request) -> Verbs | None:
@@ -192,7 +180,7 @@ def performed(
     algorithm: Body,
     *,
     apart: bool = False,
-    begin: Begin = begun,
+    agreed: Agreed | None = None,
 ) -> tuple[Rows, Record]:
     """Begin a call, run it, and note what it did; collective.
 
@@ -200,7 +188,7 @@ def performed(
         group, request, name: see `begun`.
         algorithm: what it does.
         apart: whether ranks get different results.
-        begin: begins it.
+        agreed: what all ranks know already: then no opening is needed.
 
     Returns:
         The result, of the caller's dtype, and the record.
@@ -211,7 +199,11 @@ def performed(
     raised: list[BaseException] = []
     if not request.op.builtin:
         request = replace(request, op=guarded(request.op, raised))
-    rows, call = begin(group, request, name)
+    if agreed is None:
+        rows, call = begun(group, request, name)
+    else:
+        rows = _canonical(request, group.memory)
+        call = _call_of(group, request, *agreed)
     try:
         start = time.perf_counter()
         line, result = algorithm(rows, call)

@@ -195,14 +195,12 @@ def _by_verbs(
     headers = [Header(count, tall.starts[-1] - 1, 0, 0) for count in counts]
     cuts: list[int] = []
 
-    def known(group: Group, request: Request, name: str) -> tuple[CanonicalRows, Call]:
-        return run.known(group, request, verbs, fields, headers)
-
     def algorithm(rows: CanonicalRows, call: Call) -> tuple[Line, Rows]:
         sums, cuts[:] = plain.summed(verbs, rows, call, tall.bounds)
         return plain.line_of(verbs, call), sums
 
-    rows, record = run.performed(group, request, NAME, algorithm, begin=known)
+    agreed = verbs, fields, headers
+    rows, record = run.performed(group, request, NAME, algorithm, agreed=agreed)
     return rows, record, cuts
 
 
