@@ -423,7 +423,7 @@ def show(rows: list[list[str]], ranks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="two at least: there are quartiles")
     parser.add_argument("--way", default=",".join(WAYS))
     on_ranks(rank, parser.parse_args(), show)
 

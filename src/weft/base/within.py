@@ -1,8 +1,8 @@
 """A call that may take for ever, in a thread: it is left behind where no answer comes in time.
 
 That is the store of a host that is stopped, for whose answer torch waits as long as the connection
-stands, a name of a host, for which the system asks name servers, and ranks that connect a process
-group, for one that has died: none of it can be ended.
+stands, a name of a host, for which the system asks name servers, ranks that connect a process
+group, for one that has died, and the end of such a group: none of it can be ended.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ def _end_left() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def leave(thread: threading.Thread) -> None:
-    """Leave a thread behind: the end of the process waits for it a little."""
-    _left.append(thread)
-
-
 class Asking(Generic[T]):
     """A call that runs in a thread of its own."""
 
@@ -73,7 +68,7 @@ class Asking(Generic[T]):
         if self._errors:
             raise self._errors[0]
         if not self._answers:
-            leave(self._thread)
+            _left.append(self._thread)
             raise TimeoutError("no answer in time")
         return self._answers[0]
 

@@ -31,12 +31,13 @@ from ..base.devices import IN_A_GRAPH, claim_thread, is_capturing
 from ..base.errors import WeftError, in_short
 from ..base.latch import NAP
 from ..base.memory import bytes_of, fresh
-from ..base.within import Asking, leave
+from ..base.within import Asking, within
 from ..group.group import Group
 from ..group.wires import is_of_a_signal
 from ..wire.interface import Failure, WireFailed
 
 _NOTHING_COMES = 1 << 30  # a tag that no message has
+_MOMENT = 0.5  # seconds that the end of a process group is awaited
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -78,7 +79,7 @@ class GroupVerbs:
         self._made: dist.ProcessGroup | None = None  # of weft's own
         self._is_connected = backend == "gloo" and not self._is_own  # as torch made it
         self._failure: Failure | None = None
-        self._ending = threading.RLock()
+        self._aborting = threading.RLock()
 
     def all_gather(self, mine: Tensor) -> Tensor:
         own = bytes_of(mine)
@@ -228,13 +229,12 @@ class GroupVerbs:
         return self._failure
 
     def abort(self, failure: Failure) -> None:
-        """End what is under way; the detector's thread calls it, so it does not block.
+        """End what is under way; the detector's thread calls it, so it waits for a moment only.
 
-        A second call returns once the first is through with gloo. A collective of the program's
-        that began meanwhile might wait for ever: gloo tells no send that it has queued when the
-        connection closes.
+        Who gets the error waits, too: a collective of the program's that began meanwhile might wait
+        for ever, since gloo tells no send that it has queued when the connection closes.
         """
-        with self._ending:
+        with self._aborting:
             if self._failure is not None:
                 return
             self._failure = failure
@@ -242,7 +242,8 @@ class GroupVerbs:
             # the program's own, too: whoever is to blame here would be awaited there
             for group in (self._made, self._group.session.process_group()):
                 if group is not None:
-                    end(group)
+                    with contextlib.suppress(TimeoutError):  # it goes on
+                        within(_MOMENT, functools.partial(end, group))
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
@@ -332,17 +333,10 @@ def _is_through(work: Any) -> bool:
 
 
 def _end(group: Any) -> None:
-    """Abort a process group, in a thread: it may take long."""
-
-    def abort() -> None:
-        try:
-            group.abort()
-        except RuntimeError as error:
-            _log.warning("a process group could not be aborted: %s", error)
-
-    ending = threading.Thread(target=abort, name="weft abort", daemon=True)
-    ending.start()
-    leave(ending)
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.warning("a process group could not be aborted: %s", error)
 
 
 def _end_gloo(group: Any) -> None:
