@@ -73,10 +73,6 @@ class MPIPartition:
         return made
 
     @property
-    def _line(self) -> Partition:
-        return self.grid.reshape((self.size,))
-
-    @property
     def active(self) -> bool:
         return self.grid.active
 
@@ -115,7 +111,7 @@ class MPIPartition:
         Raises:
             WeftError: a rank is not in this partition, or is there twice.
         """
-        return MPIPartition._of(self._line.subset([int(rank) for rank in np.ravel(ranks)]))
+        return MPIPartition._of(self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
 
     @entry
     def create_partition_union(self, other: MPIPartition) -> MPIPartition:
@@ -132,7 +128,7 @@ class MPIPartition:
             >>> run(3, program)
             [1, -1, 0]
         """
-        return MPIPartition._of(self._line.union(other._line))
+        return MPIPartition._of(self.grid.union(other.grid))
 
     @entry
     def create_cartesian_topology_partition(
