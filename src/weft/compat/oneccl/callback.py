@@ -175,7 +175,10 @@ def sparse_allreduce(
             return []
 
         sent = sending(
-            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            send_ind_buf,
+            send_ind_count,
+            send_val_buf,
+            send_val_count,
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
