@@ -131,11 +131,12 @@ def _settings(group: Group | None) -> Iterator[Setting]:
 def _launched() -> Setting:
     try:
         launch = launchers.detect()
+        if launch.kind == "alone":
+            value = "no launcher"
+        else:
+            value = f"{launch.kind}: rank {launch.rank} of {launch.size}"
     except WeftError as error:
-        return Setting("launched by", f"unclear: {error}", "environment")
-    if launch.kind == "alone":
-        return Setting("launched by", "no launcher", "environment")
-    value = f"{launch.kind}: rank {launch.rank} of {launch.size}"
+        value = f"unclear: {error}"
     return Setting("launched by", value, "environment")
 
 
@@ -157,17 +158,17 @@ def _address() -> Setting:
     named = next((name for name in OF_INTERFACES if os.environ.get(name)), "")
     try:
         address = own_address()
+        there = interface_of(address)
+        value = f"{address} ({there})" if there else address
     except OSError as error:
-        return Setting("listens at", f"wrong: {error}", named)
-    there = interface_of(address)
-    value = f"{address} ({there})" if there else address
+        value = f"wrong: {error}"
     return Setting("listens at", value, named or "route")
 
 
 def _watching() -> Setting:
     try:
         seconds = watch.chosen()
+        value = "never" if seconds == float("inf") else f"after {seconds:g} s"
     except WeftError as error:
-        return Setting("watch", f"wrong: {error}", watch.chosen_by())
-    value = "never" if seconds == float("inf") else f"after {seconds:g} s"
+        value = f"wrong: {error}"
     return Setting("watch", value, watch.chosen_by())
