@@ -104,7 +104,7 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     first = ([each for each in raised if each not in echoes] or died or echoes or hangs)[:1]
     if not first:
         return [each.value for each in outcomes]
-    error, cause = first[0].error, None
+    error = first[0].error
     if error is None:
         alike = died or hangs
         error = RankFailure(
@@ -115,11 +115,9 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
         error.add_note(f"on rank {first[0].rank} of {size} ({where})")
         others = [each for each in (*raised, *died, *hangs) if each not in first]
         if error.__traceback__ is None and first[0].trace:  # it comes from another process
-            cause = _Remote(first[0].trace)
+            error.__cause__ = _Remote(first[0].trace)
     for each in others:
         error.add_note(each.said(size))
-    if cause is not None:
-        raise error from cause
     raise error
 
 
