@@ -139,7 +139,9 @@ def on_pool(
     global _pool
     with _lock:
         job = _job(key, body, args, kwargs)
-        if _pool is not None and not all(map(_is_there, _pool.members)):
+        if _pool is not None and not all(
+            member.alive and member.process.is_alive() for member in _pool.members
+        ):
             end_pool()
         _pool = _pool or _Pool()
         try:
@@ -214,10 +216,6 @@ class _Pool:
 
         pump(members, self._said.__setitem__, time.monotonic() + seconds, is_enough)
         return have_answered()
-
-
-def _is_there(member: Rank) -> bool:
-    return member.alive and member.process.is_alive()
 
 
 @contextlib.contextmanager
@@ -297,7 +295,7 @@ def _run(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Outcome:
         if os.environ != job.environment:
             os.environ.clear()
             os.environ.update(job.environment)
-        return outcome_on(made.value, job.call, (), {})
+        return outcome_on(made.value, job.call)
 
 
 def _connected(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Group:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from ..base import watch
 from ..base.arguments import wrong_timeout
 from ..base.errors import WeftError, WireError
-from ..base.latch import join
+from ..base.latch import deadline_of, join
 from ..bootstrap.outcome import Outcome, place
 from ..failure.detector import Detector
 from ..failure.links import QueueLinks, links_of_threads
@@ -57,15 +57,11 @@ def group(
     names = hosts or ["threads"] * size
     if len(names) != size:
         raise WeftError(f"{len(names)} hosts for {size} ranks: give one for each")
-    crew = Crew(thread_wires(size), names, timeout, _more_wires)
+    crew = Crew(thread_wires(size), names, timeout, lambda ranks: thread_wires(len(ranks)))
     sessions = crew.sessions()
     for each in sessions:
         each.is_by_group = wire == "group"
     return [Group(each) for each in sessions]
-
-
-def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:
-    return list(thread_wires(len(ranks)))
 
 
 class Crew:
@@ -154,9 +150,7 @@ class Crew:
         return dict(enumerate(crew.sessions()))
 
 
-def outcome_on(
-    group: Group, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Outcome:
+def outcome_on(group: Group, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Run a body with its group, which is also the default one; abort the group if it raises."""
     default.set(group)
     outcome = Outcome.of(group.rank, body, group, *args, **kwargs)
@@ -181,7 +175,7 @@ def on_groups(
     """
 
     def program(group: Group) -> Outcome:
-        outcome = outcome_on(group, body, args, kwargs or {})
+        outcome = outcome_on(group, body, *args, **kwargs or {})
         group.close()
         return outcome
 
@@ -225,9 +219,9 @@ def on_threads(
     ]
     for thread in threads:
         thread.start()
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = deadline_of(limit)
     for thread in threads:
-        join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        join(thread, deadline - time.monotonic())
     late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
     if late:
         give_up()
