@@ -414,7 +414,7 @@ def place(
         is_one_host = launch.local_size == launch.size
         if launch.by_its_own_variables and launch.job and is_one_host:
             return File(private() / launch.job.replace("/", "-"))
-        if launch.has_mpi:
+        if launch.kind == "mpirun":
             return Mpi()
         head = env.get("MASTER_ADDR") or launch.head
         if launch.known and head:
