@@ -130,7 +130,7 @@ def _settings(group: Group | None) -> Iterator[Setting]:
 
 def _launched() -> Setting:
     try:
-        launch = launchers.detect()
+        launch = launchers.detect(os.environ)
         if launch.kind == "alone":
             value = "no launcher"
         else:

@@ -83,8 +83,8 @@ class Launch:
         return self.kind not in ("torchrun", "environment", "alone")
 
 
-def detect(env: Mapping[str, str] | None = None) -> Launch:
-    """How this process was launched, from `env` (default: the process's environment).
+def detect(env: Mapping[str, str]) -> Launch:
+    """How a process with this environment was launched.
 
     Raises:
         WeftError: the variables are incomplete or contradict each other.
@@ -99,7 +99,6 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
         >>> detect({}).kind
         'alone'
     """
-    env = os.environ if env is None else env
     for read in _READERS:
         launch = read(env)
         if launch is not None:

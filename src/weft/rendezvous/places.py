@@ -373,9 +373,7 @@ class Mpi:
 Place = Tcp | File | Mpi
 
 
-def place(
-    launch: Launch, rendezvous: str | None, env: Mapping[str, str] | None = None
-) -> Place | None:
+def place(launch: Launch, rendezvous: str | None, env: Mapping[str, str]) -> Place | None:
     """Where the ranks of a launch meet; None if there is nobody to meet.
 
     Raises:
@@ -388,7 +386,6 @@ def place(
         >>> place(ranks, "file:///nfs/run7", {}).where
         'file:///nfs/run7'
     """
-    env = os.environ if env is None else env
     if rendezvous is not None and not re.match(r"env://$|tcp://|file://", rendezvous):
         raise WeftError(
             f"rendezvous {rendezvous!r} is none of env://, tcp://host:port and file:///path"
