@@ -438,23 +438,30 @@ def come(where: Place, launch: Launch, deadline: float) -> Rendezvous:
         WeftError: it cannot be used, or rank 0 cannot host it there.
         WireError: rank 0 was not there in time.
     """
-    key = (where.where, os.getpid())
-    if key not in _kept:
-        _kept[key] = where.open(launch, deadline)
-    return _kept[key]
+    if where.where not in _kept:
+        _kept[where.where] = where.open(launch, deadline)
+    return _kept[where.where]
 
 
 def forget(where: Place | None = None) -> None:
     """Drop the store of a place, where a meeting has failed; None: all stores."""
     if where is not None:
-        _kept.pop((where.where, os.getpid()), None)
+        _kept.pop(where.where, None)
         return
     _kept.clear()
     _published.clear()
 
 
-_kept: dict[tuple[str, int], Rendezvous] = {}
-os.register_at_fork(after_in_child=lambda: keep(_kept.copy()))
+_kept: dict[str, Rendezvous] = {}
+
+
+def _after_fork() -> None:
+    """A child opens stores of its own."""
+    keep(_kept.copy())
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tcp(url: str) -> Tcp:
