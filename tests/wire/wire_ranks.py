@@ -109,18 +109,18 @@ def on_threads(size, body, make=thread_wires):
 
 def on_processes(size, body, make=make):
     """The same on processes that other tests run on, too; `make(start)` makes a rank's wire."""
-    store, port = places.host(places.LOOPBACK)
+    store = places.host(places.LOOPBACK)
     try:
-        return run(size, beside_a_group, port, *packed(make, body), on="processes")
+        return run(size, beside_a_group, store.port, *packed(make, body), on="processes")
     finally:
         del store
 
 
 def on_new_processes(size, body, make=make, dies=()):
     """The same on processes that may end; those of the ranks `dies` do, whose result is None."""
-    store, port = places.host(places.LOOPBACK)
+    store = places.host(places.LOOPBACK)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = size, port, *packed(make, body)
+    given = size, store.port, *packed(make, body)
     folder = folder_of(__name__)
     ranks = []
 

@@ -109,14 +109,16 @@ def launch(
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
     if timeout is not None and (error := wrong_timeout(timeout)):
         raise WeftError(error)
-    store, port = host_store(LOOPBACK)
+    store = host_store(LOOPBACK)
     body = folder_of(target.__module__), pickle.dumps((target, tuple(args)))
     ranks: list[Rank] = []
     deadline = deadline_of(timeout)
     listen = on_message or _ignore
     try:
         for number in range(size):
-            ranks.append(Rank.start(number, _environment(number, size, port, env or {}), *body))
+            ranks.append(
+                Rank.start(number, _environment(number, size, store.port, env or {}), *body)
+            )
         pump(ranks, listen, deadline, lambda: _decided(ranks))
         if _decided(ranks):
             pump(ranks, listen, time.monotonic() + GRACE)

@@ -80,8 +80,8 @@ class Rendezvous:
 # Stores.
 
 
-def host(address: str) -> tuple[dist.TCPStore, int]:
-    """Start a store that listens on one address of this machine; the store and its port.
+def host(address: str) -> dist.TCPStore:
+    """Start a store that listens on one address of this machine, at a port that is free.
 
     It ends when the last reference to it goes.
 
@@ -94,8 +94,7 @@ def host(address: str) -> tuple[dist.TCPStore, int]:
     sock = listener_at(address, 0)
     # port 0: else torch takes a store of this process that has the same port at another address;
     # then nobody would accept what connects to this one, and its constructor would wait for ever
-    store = _hosted(address, 0, sock.detach())
-    return store, store.port
+    return _hosted(address, 0, sock.detach())
 
 
 def _hosted(address: str, port: int, listening: int | None, limit: float = 300.0) -> dist.TCPStore:
@@ -360,8 +359,8 @@ class Mpi:
                 "mpirun, or pass rendezvous="
             )
         if launch.rank == 0:
-            made, port = host(_address())
-            mpi.broadcast(world, f"{made.host} {port}", _left(deadline))
+            made = host(_address())
+            mpi.broadcast(world, f"{made.host} {made.port}", _left(deadline))
             return Rendezvous(dist.PrefixStore("", made), self.where, hosts=True)
         name, number = mpi.broadcast(world, "", _left(deadline)).split()
         where = f"{name} port {number} (mpirun -x WEFT_INTERFACE=... names another interface)"
@@ -581,9 +580,9 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
     told = come(place, launch, deadline).store
     if rank == 0:
         if place not in _published:
-            store, port = host(_address())
+            store = host(_address())
             store.set(_SIGN, secrets.token_hex(8))
-            told.set(_SIGN, json.dumps([store.host, port, store.get(_SIGN).decode()]))
+            told.set(_SIGN, json.dumps([store.host, store.port, store.get(_SIGN).decode()]))
             _published[place] = store
         store = _published[place]
         return store.host, store.port

@@ -158,7 +158,7 @@ class _Pool:
     """The members, in rank order. A run of `size` ranks uses the first `size` members."""
 
     def __init__(self) -> None:
-        self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
+        self._store = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
         self._said: dict[int, Any] = {}  # answers by rank
         self._kept: dict[_Key, str] = {}  # names of groups, that of the one used last at the end
@@ -195,7 +195,7 @@ class _Pool:
     def _grow(self, size: int) -> None:
         """Start the members that are missing, and wait until they are ready."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        body = pickle.dumps((_serve, (self._port,)))
+        body = pickle.dumps((_serve, (self._store.port,)))
         new = range(len(self.members), size)
         with _no_main():
             for rank in new:
