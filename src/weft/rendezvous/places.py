@@ -16,7 +16,6 @@ To add a kind of place, write a class with `where` and `open`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -189,7 +188,8 @@ class Tcp:
             where += f", which has to lead to rank 0 on {socket.gethostname()} (it has {there})"
             _log.warning("rank 0 waits at %s", where)
             address = free_address()
-        is_published = _is_published(self.host, self.port)
+        here = self.host, self.port
+        is_published = any(here == (each.host, each.port) for each in _published.values())
         listening: int | None = None  # torch's way: at all addresses
         with contextlib.suppress(OSError):  # taken, perhaps by a store of this program: torch knows
             only = "" if is_published or address != self.host else _only_address(address)
@@ -202,7 +202,7 @@ class Tcp:
             else:
                 made = _hosted(address, self.port, listening, _left(deadline))
         except RuntimeError as error:
-            taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
+            taken = "address already in use" in str(error).lower()
             with contextlib.suppress(RuntimeError, WireError):
                 if taken:  # by another rank 0, perhaps: then all shall hear of both
                     other = self.join(0, _SHORT)
@@ -599,8 +599,3 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
 
 
 _published: dict[File, dist.TCPStore] = {}
-
-
-def _is_published(name: str, port: int) -> bool:
-    """Whether this process hosts a store there that it has published."""
-    return any((name, port) == (each.host, each.port) for each in _published.values())
