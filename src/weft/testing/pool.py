@@ -22,7 +22,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,9 +197,14 @@ class _Pool:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         body = pickle.dumps((_serve, (self._store.port,)))
         new = range(len(self.members), size)
-        with _no_main():
+        # multiprocessing would import the caller's main script (pytest's, say) in a member
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
             for rank in new:
                 self.members.append(Rank.start(rank, environment, "", body))
+        finally:
+            sys.modules["__main__"] = main
         members = self.members[new.start :]
         if not self._hear(members, patient(START)):
             late = "has not started in time"
@@ -216,17 +221,6 @@ class _Pool:
 
         pump(members, self._said.__setitem__, time.monotonic() + seconds, is_enough)
         return have_answered()
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's main script (pytest's, say) in a member."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 _pool: _Pool | None = None
