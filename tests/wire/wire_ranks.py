@@ -100,11 +100,12 @@ def make_wires(make, size):
 
 def on_threads(size, body, make=thread_wires):
     """What `body(wire)` returns on each of so many threads, whose wires are `make(size)`."""
+    wires = make(size)
 
-    def program(wire):
-        return Outcome.of(wire.rank, ended, wire, body)
+    def program(rank):
+        return Outcome.of(rank, ended, wires[rank], body)
 
-    return results(outcomes_on_threads(make(size), program, patient(LIMIT)), "threads")
+    return results(outcomes_on_threads(size, program, patient(LIMIT)), "threads")
 
 
 def on_processes(size, body, make=make):
