@@ -25,8 +25,6 @@ from ..rendezvous.world import has_default
 from ..version import __version__
 from . import descent
 
-_PREFIX = "WEFT_"
-
 _WITHOUT = {
     "WEFT_ALGORITHM": ("algorithm", "auto"),
     "WEFT_LINK": ("rate of the link", "as calls reached it"),
@@ -39,9 +37,15 @@ _WITHOUT = {
 """Variables whose value is in force as it is: what each sets, and what applies without it."""
 
 VARIABLES = frozenset(
-    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_WATCH", "WEFT_WIRE"}
-    | {"WEFT_SAFE"}  # which is an error
-    | {descent.VARIABLE}  # which weft itself sets
+    {
+        *_WITHOUT,
+        "WEFT_INTERFACE",
+        "WEFT_KERNELS",
+        "WEFT_WATCH",
+        "WEFT_WIRE",
+        "WEFT_SAFE",  # which is an error
+        descent.VARIABLE,  # which weft itself sets
+    }
 )
 """All variables of the environment that are weft's own."""
 
@@ -98,7 +102,7 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
     return {
         name: nearest(name, sorted(VARIABLES))
         for name in env
-        if name.startswith(_PREFIX) and name not in VARIABLES
+        if name.startswith("WEFT_") and name not in VARIABLES
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -46,8 +45,7 @@ _log = logging.getLogger("weft")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Running:
+class _Running(NamedTuple):
     """What `init` started and `shutdown` ends."""
 
     group: Group
@@ -319,7 +317,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     kernels.prepare()
     if place is None:
         _tell_alone(launch, env)
-        backend = asked.backend or backends.best([backends.able()])
+        backend = asked.backend or backends.able()[0]
         _alone(backends.spec(backend), asked.limit)
         return None
     _together(launch, place, asked)

@@ -293,10 +293,11 @@ def pump(
     """Read messages of the ranks until all are gone, the deadline passes, or `enough()`."""
     while not enough():
         alive = [rank for rank in ranks if rank.alive]
-        sources: dict[Any, Callable[[Listen], None]] = {
-            **{rank.connection: rank.hear for rank in alive if not rank.connection.closed},
-            **{rank.process.sentinel: rank.bury for rank in alive},
-        }
+        sources: dict[Any, Callable[[Listen], None]] = {}
+        for rank in alive:
+            sources[rank.process.sentinel] = rank.bury
+            if not rank.connection.closed:
+                sources[rank.connection] = rank.hear
         left = deadline - time.monotonic()
         if not alive or left <= 0:
             return
