@@ -30,7 +30,6 @@ from weft.schedules import dense_all_reduce
 from weft.testing import RankFailure, expected, gloo_of_one_thread, pool, processes, run, spmd
 from weft.testing.spmd import LIMIT
 from weft.testing.threads import on_threads
-from weft.wire.threads import thread_wires
 
 both = pytest.mark.parametrize("on", ["threads", "processes"])
 
@@ -254,12 +253,12 @@ def test_a_rank_that_ends_late_is_still_reported_as_hanging(monkeypatch):
         joined[thread.name] = thread
         plain_join(thread, timeout)
 
-    def program(wire):
-        (over if wire.rank else may_end).wait()
-        return Outcome(wire.rank, error=WireError("the others gave up"))
+    def program(rank):
+        (over if rank else may_end).wait()
+        return Outcome(rank, error=WireError("the others gave up"))
 
     monkeypatch.setattr(threading.Thread, "join", join)
-    outcomes = on_threads(thread_wires(2), program, 0.01, given_up.set)
+    outcomes = on_threads(2, program, 0.01, given_up.set)
     over.set()
     plain_join(joined["rank 1"])
     assert may_end.is_set()

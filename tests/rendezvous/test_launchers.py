@@ -48,12 +48,12 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
         ({**PART, **OF_TWO}, Launch("environment", 1, 2, 1, 2)),
         (OF_TWO, Launch("environment", 1, 2, 1, 2)),
         ({**OF_TWO, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 1, 2, 1, 2, "x")),
-        (OPEN_MPI, Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1", known=True, has_mpi=True)),
+        (OPEN_MPI, Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1", known=True)),
         (SRUN, Launch("srun", 4, 5, 0, 1, "12.0", "node08", known=True)),
         ({**SRUN, **OF_TWO}, Launch("environment", 1, 2, 1, 2)),
         (
             {**DAEMON, **OPEN_MPI},
-            Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1", known=True, has_mpi=True),
+            Launch("mpirun", 3, 4, 1, 2, "prterun-vm-9248@1", known=True),
         ),
         (
             {**SRUN, "PMI_RANK": "4", "PMI_SIZE": "5"},
@@ -61,7 +61,7 @@ DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "x"},
-            Launch("mpirun", 0, 1, 0, 1, "x", has_mpi=True),
+            Launch("mpirun", 0, 1, 0, 1, "x"),
         ),
         (
             {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NODELIST": "a"},

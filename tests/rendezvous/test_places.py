@@ -35,7 +35,7 @@ KEY = struct.pack("=I", 9) + b"refcount/"  # of the first record of torch's file
 COUNT = KEY + struct.pack("=I", 1)  # before its value, of one byte
 ZERO, ONE = (Launch("environment", rank, 2, rank, 2) for rank in range(2))
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1", known=True, has_mpi=True)
+ONE_HOST = Launch("mpirun", 1, 2, 1, 2, "prterun-vm-1@1", known=True)
 SRUN = Launch("srun", 1, 2, 0, 1, "12.0", "node08", known=True)
 
 
@@ -70,7 +70,7 @@ def soon(seconds):
         (SRUN, "file:///nfs/run%207", MASTER, File(Path("/nfs/run 7"))),
         (ONE, "file:///nfs/", {}, File(Path("/nfs/weft-rendezvous"))),
         (ONE, f"file://{Path.cwd()}", {}, File(Path.cwd() / "weft-rendezvous")),
-        (Launch("mpirun", 1, 2, 0, 1, "x", has_mpi=True), None, {}, Mpi()),
+        (Launch("mpirun", 1, 2, 0, 1, "x"), None, {}, Mpi()),
         (Launch("a new one", 0, 1, 0, 1, "x"), "file:///nfs/run7", {}, None),
         (Launch("alone", 0, 1, 0, 1), None, MASTER, None),
     ],
@@ -175,15 +175,15 @@ def test_jobs_that_share_a_port_do_not_share_keys(port):
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback has one address")
 def test_a_store_is_its_own_though_another_has_its_port_at_another_address(monkeypatch):
     """In a process with many stores the system does choose a port twice."""
-    first, port = rendezvous.host("127.0.0.1")
+    first = rendezvous.host("127.0.0.1")
     listener = rendezvous.listener_at
-    monkeypatch.setattr(rendezvous, "listener_at", lambda address, _: listener(address, port))
+    monkeypatch.setattr(rendezvous, "listener_at", lambda address, _: listener(address, first.port))
     made = []
     hosts = threading.Thread(target=lambda: made.append(rendezvous.host("127.0.0.2")), daemon=True)
     hosts.start()
     hosts.join(patient(10.0))
-    ((second, same),) = made
-    assert same == port
+    (second,) = made
+    assert second.port == first.port
     second.set("there", "yes")
     assert not first.check(["there"])
 

@@ -100,27 +100,28 @@ def make_wires(make, size):
 
 def on_threads(size, body, make=thread_wires):
     """What `body(wire)` returns on each of so many threads, whose wires are `make(size)`."""
+    wires = make(size)
 
-    def program(wire):
-        return Outcome.of(wire.rank, ended, wire, body)
+    def program(rank):
+        return Outcome.of(rank, ended, wires[rank], body)
 
-    return results(outcomes_on_threads(make(size), program, patient(LIMIT)), "threads")
+    return results(outcomes_on_threads(size, program, patient(LIMIT)), "threads")
 
 
 def on_processes(size, body, make=make):
     """The same on processes that other tests run on, too; `make(start)` makes a rank's wire."""
-    store, port = places.host(places.LOOPBACK)
+    store = places.host(places.LOOPBACK)
     try:
-        return run(size, beside_a_group, port, *packed(make, body), on="processes")
+        return run(size, beside_a_group, store.port, *packed(make, body), on="processes")
     finally:
         del store
 
 
 def on_new_processes(size, body, make=make, dies=()):
     """The same on processes that may end; those of the ranks `dies` do, whose result is None."""
-    store, port = places.host(places.LOOPBACK)
+    store = places.host(places.LOOPBACK)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = size, port, *packed(make, body)
+    given = size, store.port, *packed(make, body)
     folder = folder_of(__name__)
     ranks = []
 

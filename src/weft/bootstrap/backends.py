@@ -52,7 +52,7 @@ def is_in(backend: str, there: str) -> bool:
 def able() -> tuple[str, ...]:
     """What this process's devices would choose, best first; gloo is always among them."""
     found = [name for name in ("nccl", "xccl") if not _lacking(name)]
-    return (*found[:1], "gloo")
+    return (*found, "gloo")
 
 
 def best(abilities: Iterable[Sequence[str]]) -> str:

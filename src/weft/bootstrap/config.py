@@ -25,8 +25,6 @@ from ..rendezvous.world import has_default
 from ..version import __version__
 from . import descent
 
-_PREFIX = "WEFT_"
-
 _WITHOUT = {
     "WEFT_ALGORITHM": ("algorithm", "auto"),
     "WEFT_LINK": ("rate of the link", "as calls reached it"),
@@ -39,9 +37,15 @@ _WITHOUT = {
 """Variables whose value is in force as it is: what each sets, and what applies without it."""
 
 VARIABLES = frozenset(
-    {*_WITHOUT, "WEFT_INTERFACE", "WEFT_KERNELS", "WEFT_WATCH", "WEFT_WIRE"}
-    | {"WEFT_SAFE"}  # which is an error
-    | {descent.VARIABLE}  # which weft itself sets
+    {
+        *_WITHOUT,
+        "WEFT_INTERFACE",
+        "WEFT_KERNELS",
+        "WEFT_WATCH",
+        "WEFT_WIRE",
+        "WEFT_SAFE",  # which is an error
+        descent.VARIABLE,  # which weft itself sets
+    }
 )
 """All variables of the environment that are weft's own."""
 
@@ -98,7 +102,7 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str | None]:
     return {
         name: nearest(name, sorted(VARIABLES))
         for name in env
-        if name.startswith(_PREFIX) and name not in VARIABLES
+        if name.startswith("WEFT_") and name not in VARIABLES
     }
 
 
@@ -130,12 +134,13 @@ def _settings(group: Group | None) -> Iterator[Setting]:
 
 def _launched() -> Setting:
     try:
-        launch = launchers.detect()
+        launch = launchers.detect(os.environ)
+        if launch.kind == "alone":
+            value = "no launcher"
+        else:
+            value = f"{launch.kind}: rank {launch.rank} of {launch.size}"
     except WeftError as error:
-        return Setting("launched by", f"unclear: {error}", "environment")
-    if launch.kind == "alone":
-        return Setting("launched by", "no launcher", "environment")
-    value = f"{launch.kind}: rank {launch.rank} of {launch.size}"
+        value = f"unclear: {error}"
     return Setting("launched by", value, "environment")
 
 
@@ -157,17 +162,17 @@ def _address() -> Setting:
     named = next((name for name in OF_INTERFACES if os.environ.get(name)), "")
     try:
         address = own_address()
+        there = interface_of(address)
+        value = f"{address} ({there})" if there else address
     except OSError as error:
-        return Setting("listens at", f"wrong: {error}", named)
-    there = interface_of(address)
-    value = f"{address} ({there})" if there else address
+        value = f"wrong: {error}"
     return Setting("listens at", value, named or "route")
 
 
 def _watching() -> Setting:
     try:
         seconds = watch.chosen()
+        value = "never" if seconds == float("inf") else f"after {seconds:g} s"
     except WeftError as error:
-        return Setting("watch", f"wrong: {error}", watch.chosen_by())
-    value = "never" if seconds == float("inf") else f"after {seconds:g} s"
+        value = f"wrong: {error}"
     return Setting("watch", value, watch.chosen_by())

@@ -235,15 +235,11 @@ def _gloo_at(interfaces: Sequence[str]) -> Iterator[None]:
     torch takes them from the environment alone. Without names gloo chooses.
     """
     before = os.environ.get(GLOO)
-    wanted = ",".join(interfaces) or before
-    if wanted is None or wanted == before:
-        yield
-        return
-    os.environ[GLOO] = wanted
+    if interfaces:
+        os.environ[GLOO] = ",".join(interfaces)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[GLOO]
-        else:
+        os.environ.pop(GLOO, None)
+        if before is not None:
             os.environ[GLOO] = before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -19,30 +18,25 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from .. import kernels
 from ..base import watch as slow
+from ..base._torch import keep
 from ..base.arguments import LONGEST, in_words, is_a, is_duration, shown, wrong_timeout
 from ..base.errors import WeftError, WireError, entry
 from ..failure import last_error
 from ..group import default, process_group
 from ..group.group import Group
 from ..rendezvous import launchers, mpi, places
-from ..rendezvous.address import (
-    gloo_interfaces,
-    named_for_gloo,
-)
+from ..rendezvous.address import gloo_interfaces, named_for_gloo
 from ..rendezvous.store import HELD_UP
 from ..sparse import registry
 from . import backends, descent, gathering, membership
 from .config import Config, unknown_variables
 from .config import config as in_force
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 TIMEOUT = 300.0  # seconds, of a group that weft starts
 TELL = 3.0  # seconds in which a process that cannot take part tries to tell the others
@@ -51,8 +45,7 @@ _log = logging.getLogger("weft")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Running:
+class _Running(NamedTuple):
     """What `init` started and `shutdown` ends."""
 
     group: Group
@@ -60,7 +53,6 @@ class _Running:
     made: bool  # the group is weft's own
     hook: _Hook  # of uncaught errors, before it was made
     url: str | None  # where its ranks met, if weft knows
-    process: int
 
 
 class _Asked(NamedTuple):
@@ -163,8 +155,11 @@ def init_as(rank: int, size: int, backend: str, host: str, port: int) -> Group:
 
 
 def _after_fork() -> None:
-    """Let go of what a thread of the parent may have held, which is not here."""
-    global starting
+    """Let go of the parent's group, to whose ranks only it says goodbye, and of a lock that a
+    thread may hold which is not here."""
+    global _running, starting
+    keep(_running)
+    _running = None
     starting = threading.RLock()
 
 
@@ -188,8 +183,7 @@ def config() -> Config:
         >>> found["group"], found["algorithm"]
         ('rank 0 of 1, timeout 60 s, backend cpu:weft', 'auto')
     """
-    running = _running if _running is not None and _running.process == os.getpid() else None
-    return in_force(None if running is None else running.group)
+    return in_force(None if _running is None else _running.group)
 
 
 def shutdown() -> None:
@@ -201,8 +195,8 @@ def shutdown() -> None:
     """
     global _running
     running, _running = _running, None
-    if running is None or running.process != os.getpid():
-        return  # a forked child must not say goodbye in its parent's name
+    if running is None:
+        return
     default.clear("weft.shutdown() was called; call weft.init() again")
     slow.choose(None)
     process_group.choose_wire(None)
@@ -237,7 +231,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
     global _running
     if is_duration(asked.timeout):
         asked = asked._replace(timeout=min(asked.timeout, LONGEST))
-    if _running is not None and _running.process == os.getpid():
+    if _running is not None:
         if dist.is_initialized() and dist.group.WORLD is _running.process_group:
             _check_same(_running.group, _running.url, asked)
             default.set(_running.group)  # another thread may have started it, for itself alone
@@ -263,7 +257,7 @@ def _started(asked: _Asked, env: Mapping[str, str]) -> Group:
             group.set_timeout(asked.timeout)
         group.end_with(shutdown)
         default.set(group)
-        _running = _Running(group, world, made, hook, url, os.getpid())
+        _running = _Running(group, world, made, hook, url)
         _log.info("rank %d of %d is ready", group.rank, group.size)
         return group
     except BaseException:  # Ctrl-C, too
@@ -323,7 +317,7 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> str | None:
     kernels.prepare()
     if place is None:
         _tell_alone(launch, env)
-        backend = asked.backend or backends.best([backends.able()])
+        backend = asked.backend or backends.able()[0]
         _alone(backends.spec(backend), asked.limit)
         return None
     _together(launch, place, asked)

@@ -17,7 +17,6 @@ has promised to end by itself (`ends_with_launcher`).
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -38,10 +37,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.arguments import LONGEST, wrong_timeout
+from ..base.arguments import wrong_timeout
 from ..base.cores import cores_of_process
 from ..base.errors import WeftError
-from ..base.latch import NAP
+from ..base.latch import NAP, deadline_of
 from ..rendezvous.places import LOOPBACK
 from ..rendezvous.places import host as host_store
 from .outcome import Outcome, results
@@ -110,14 +109,16 @@ def launch(
         raise WeftError(f"a launch needs at least 1 rank, not {size}")
     if timeout is not None and (error := wrong_timeout(timeout)):
         raise WeftError(error)
-    store, port = host_store(LOOPBACK)
+    store = host_store(LOOPBACK)
     body = folder_of(target.__module__), pickle.dumps((target, tuple(args)))
     ranks: list[Rank] = []
-    deadline = None if timeout is None else time.monotonic() + min(timeout, LONGEST)
+    deadline = deadline_of(timeout)
     listen = on_message or _ignore
     try:
         for number in range(size):
-            ranks.append(Rank.start(number, _environment(number, size, port, env or {}), *body))
+            ranks.append(
+                Rank.start(number, _environment(number, size, store.port, env or {}), *body)
+            )
         pump(ranks, listen, deadline, lambda: _decided(ranks))
         if _decided(ranks):
             pump(ranks, listen, time.monotonic() + GRACE)
@@ -247,15 +248,13 @@ class Rank:
             return
         self.unread += came
         while message := _first_of(self.unread):
-            self._on_message(pickle.loads(message), listen)
-
-    def _on_message(self, said: object, listen: Listen) -> None:
-        if not isinstance(said, Outcome):
-            listen(self.number, said)
-        elif self.ended:
-            self.outcome = Outcome(self.number, hangs=f"{_LATE}; it was here:\n{said.trace}")
-        else:
-            self.outcome = said
+            said = pickle.loads(message)
+            if not isinstance(said, Outcome):
+                listen(self.number, said)
+            elif self.ended:
+                self.outcome = Outcome(self.number, hangs=f"{_LATE}; it was here:\n{said.trace}")
+            else:
+                self.outcome = said
 
     def bury(self, listen: Listen) -> None:
         """Handle the end of the process: read its last messages, and note how it ended."""
@@ -288,17 +287,18 @@ class Rank:
 def pump(
     ranks: Iterable[Rank],
     listen: Listen,
-    deadline: float | None,
+    deadline: float,
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Read messages of the ranks until all are gone, the deadline passes, or `enough()`."""
     while not enough():
         alive = [rank for rank in ranks if rank.alive]
-        sources: dict[Any, Callable[[Listen], None]] = {
-            **{rank.connection: rank.hear for rank in alive if not rank.connection.closed},
-            **{rank.process.sentinel: rank.bury for rank in alive},
-        }
-        left = math.inf if deadline is None else deadline - time.monotonic()
+        sources: dict[Any, Callable[[Listen], None]] = {}
+        for rank in alive:
+            sources[rank.process.sentinel] = rank.bury
+            if not rank.connection.closed:
+                sources[rank.connection] = rank.hear
+        left = deadline - time.monotonic()
         if not alive or left <= 0:
             return
         for source in multiprocessing.connection.wait(list(sources), min(left, NAP)):

@@ -200,13 +200,13 @@ def check(meeting: Rendezvous, mine: Member, deadline: float) -> tuple[Decision,
     longest = deadline + patient(LATE)
     store = AnsweringStore(meeting.store, longest)
     arrival, decision = 0, Decision(over=True)
+    judges = stands_in or mine.rank == 0
     # if another rank 0 hosts the store, it has begun the first round
-    if stands_in or (mine.rank == 0 and (meeting.hosts or meeting.lasts or meeting.round)):
+    if judges and (meeting.hosts or meeting.lasts or meeting.round):
         begin_round(store)
     while decision.over:
         meeting.round = _next_round(meeting, store, mine, deadline)
         name = f"weft/round{meeting.round}"
-        judges = stands_in or mine.rank == 0
         arrival, decision = _attend(store.part(name), mine, deadline, longest, meeting, judges)
         doubts = stands_in or (newcomer and arrival > decision.came)
         if meeting.lasts and doubts and not decision.over:
@@ -358,7 +358,8 @@ def _attend(
     members: list[Member] = []
     found: Decision | None = None
     for _ in pauses(deadline, 0.001, 0.02, (mine.rank, late)):
-        members += _read(store, after=len(members))
+        while store.check([key := f"member{len(members) + 1}"]):  # up to one not written yet
+            members.append(_member_at(store, key))
         found = _judge_in_order(members)
         if found or store.check(["decision"]):  # another rank 0 has begun a new round
             break
@@ -370,16 +371,8 @@ def _attend(
     store.compare_set("decision", "", json.dumps(asdict(replace(found, when=time.time()))))
     found = Decision(**json.loads(store.get("decision")))
     if found.error and meeting.hosts:
-        _linger(store, mine, whole=found.missing is None)
+        _linger(store, whole=found.missing is None)
     return arrival, found
-
-
-def _read(store: AnsweringStore, *, after: int = 0) -> list[Member]:
-    """The members in the list, without the first `after`, up to one that is not written yet."""
-    found: list[Member] = []
-    while store.check([key := f"member{after + len(found) + 1}"]):
-        found.append(_member_at(store, key))
-    return found
 
 
 def _read_all(store: AnsweringStore) -> list[Member]:
@@ -403,32 +396,29 @@ def incomplete(
 ) -> Decision:
     """The decision that names the ranks that have not come."""
     late = sorted(set(range(mine.size)) - {each.rank for each in members})
-    if not late:
+    hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
+    if late:
+        why = (
+            f"{names(late)} did not come to {where} {when} ({len(members)} of {mine.size} came, "
+            f"from {hosts}): is every rank started, and does each reach that place?"
+        )
+    else:
         why = (
             f"rank 0 came to {where}, and did not answer {when}: is it stopped, or gone, or did an "
             "earlier run leave that?"
         )
-        return Decision(error=why, missing=0, came=len(members))
-    hosts = ", ".join(dict.fromkeys(each.host for each in members)) or "nowhere"
-    return Decision(
-        error=f"{names(late)} did not come to {where} {when} "
-        f"({len(members)} of {mine.size} came, from {hosts}): is every rank started, and does "
-        "each reach that place?",
-        missing=late[0],
-        came=len(members),
-    )
+    return Decision(error=why, missing=min(late, default=0), came=len(members))
 
 
-def _linger(store: AnsweringStore, mine: Member, *, whole: bool) -> None:
+def _linger(store: AnsweringStore, *, whole: bool) -> None:
     """Keep a store that ends with this process until the others have read the error.
 
     Args:
         store: of this round.
-        mine: what this process wrote; it may not know the world size.
         whole: whether to wait for ranks that have not come yet, too.
     """
     for _ in pauses(time.monotonic() + LINGER, last=0.02):
         members = _read_all(store)
-        size = max((each.size for each in members), default=mine.size) if whole else 1
+        size = max(each.size for each in members) if whole else 1
         if size and store.add("heard", 0) >= max(size, len(members)) - 1:
             return

@@ -79,11 +79,6 @@ class _Remote(Exception):
         return f"\n{self.args[0]}"
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    """Whether a rank raised this because another rank failed."""
-    return isinstance(error, (WireError, WireFailed)) or is_of_group(error)
-
-
 def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     """What the ranks returned, in rank order.
 
@@ -97,29 +92,31 @@ def results(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     __tracebackhide__ = True
     size = len(outcomes)
     raised = [each for each in outcomes if each.error is not None]
-    echoes = [each for each in raised if _is_echo(each.error)]
+    echoes = [  # raised because another rank failed
+        each
+        for each in raised
+        if isinstance(each.error, (WireError, WireFailed)) or is_of_group(each.error)
+    ]
     echoes.sort(key=lambda each: not isinstance(each.error, WireError))
     died = [each for each in outcomes if each.died]
     hangs = [each for each in outcomes if each.hangs]
     first = ([each for each in raised if each not in echoes] or died or echoes or hangs)[:1]
     if not first:
         return [each.value for each in outcomes]
-    error, cause = first[0].error, None
+    error = first[0].error
     if error is None:
         alike = died or hangs
         error = RankFailure(
             f"{'; '.join(each.said(size) for each in alike)} ({where})", culprit=alike[0].rank
         )
-        others = [each for each in (*echoes, *hangs) if each not in alike]
     else:
+        alike = first
         error.add_note(f"on rank {first[0].rank} of {size} ({where})")
-        others = [each for each in (*raised, *died, *hangs) if each not in first]
         if error.__traceback__ is None and first[0].trace:  # it comes from another process
-            cause = _Remote(first[0].trace)
-    for each in others:
-        error.add_note(each.said(size))
-    if cause is not None:
-        raise error from cause
+            error.__cause__ = _Remote(first[0].trace)
+    for each in (*raised, *died, *hangs):
+        if each not in alike:
+            error.add_note(each.said(size))
     raise error
 
 

@@ -5,6 +5,7 @@ What else is in force, `weft.config` says.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..base.errors import WeftError
@@ -41,9 +42,9 @@ def look_ahead(rendezvous: str | None = None) -> Preview:
         found.shared = segment.nbytes
         segment.close()
     try:
-        launch = launchers.detect()
+        launch = launchers.detect(os.environ)
         found.rank = launch.rank
-        place = places.place(launch, rendezvous)
+        place = places.place(launch, rendezvous, os.environ)
         found.meeting = "" if place is None else place.where
     except WeftError as error:
         found.error = error

@@ -8,8 +8,8 @@ decides, so RANK and WORLD_SIZE, which a person can set, come first.
 To read another launcher, add a function that returns a `Launch` or None, and name it in `_READERS`,
 before those whose variables this launcher sets, too. Its own variable belongs in `VARIABLES`, and
 no more in `UNREAD`. Where ranks meet follows from the `Launch` (`places.place`): on several
-machines it must have `known` and `head`, or `has_mpi`, else the user names a place. docs/launch.md
-has a table of launchers.
+machines it must have `known` and `head`, or be an mpirun, whose ranks MPI tells where rank 0 is;
+else the user names a place. docs/launch.md has a table of launchers.
 
 The variables are those of the launchers' manuals: torchrun, Open MPI (mpirun, "Environmental
 Variables"), MPICH and Intel MPI (Hydra), Slurm (srun, "OUTPUT ENVIRONMENT VARIABLES").
@@ -66,7 +66,6 @@ class Launch:
             has no name.
         head: the host of rank 0, if the launcher tells it.
         known: whether all hosts of the job have the same `job`.
-        has_mpi: whether MPI can tell its ranks where rank 0 is.
     """
 
     kind: str
@@ -77,7 +76,6 @@ class Launch:
     job: str = ""
     head: str = ""
     known: bool = False
-    has_mpi: bool = False
 
     @property
     def by_its_own_variables(self) -> bool:
@@ -85,8 +83,8 @@ class Launch:
         return self.kind not in ("torchrun", "environment", "alone")
 
 
-def detect(env: Mapping[str, str] | None = None) -> Launch:
-    """How this process was launched, from `env` (default: the process's environment).
+def detect(env: Mapping[str, str]) -> Launch:
+    """How a process with this environment was launched.
 
     Raises:
         WeftError: the variables are incomplete or contradict each other.
@@ -101,7 +99,6 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
         >>> detect({}).kind
         'alone'
     """
-    env = os.environ if env is None else env
     for read in _READERS:
         launch = read(env)
         if launch is not None:
@@ -143,7 +140,7 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
     local_rank = _whole(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
     local_size = _whole(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     known = "@" in job  # else it is named after a process of one host
-    return Launch("mpirun", rank, size, local_rank, local_size, job, known=known, has_mpi=True)
+    return Launch("mpirun", rank, size, local_rank, local_size, job, known=known)
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
@@ -154,7 +151,7 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     local_rank = _whole(env, "MPI_LOCALRANKID", rank)
     local_size = _whole(env, "MPI_LOCALNRANKS", size)
     job = _starter("PMI_RANK=")
-    return Launch("mpirun", rank, size, local_rank, local_size, job, has_mpi=True)
+    return Launch("mpirun", rank, size, local_rank, local_size, job)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:

@@ -46,7 +46,7 @@ def launch() -> Launch:
     """
     comm = world()
     host = comm.Split_type(importlib.import_module("mpi4py.MPI").COMM_TYPE_SHARED)
-    return Launch("mpirun", comm.rank, comm.size, host.rank, host.size, has_mpi=True)
+    return Launch("mpirun", comm.rank, comm.size, host.rank, host.size)
 
 
 def broadcast(comm: Any, text: str, timeout: float) -> str:

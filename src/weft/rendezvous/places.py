@@ -16,7 +16,6 @@ To add a kind of place, write a class with `where` and `open`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -80,8 +79,8 @@ class Rendezvous:
 # Stores.
 
 
-def host(address: str) -> tuple[dist.TCPStore, int]:
-    """Start a store that listens on one address of this machine; the store and its port.
+def host(address: str) -> dist.TCPStore:
+    """Start a store that listens on one address of this machine, at a port that is free.
 
     It ends when the last reference to it goes.
 
@@ -94,8 +93,7 @@ def host(address: str) -> tuple[dist.TCPStore, int]:
     sock = listener_at(address, 0)
     # port 0: else torch takes a store of this process that has the same port at another address;
     # then nobody would accept what connects to this one, and its constructor would wait for ever
-    store = _hosted(address, 0, sock.detach())
-    return store, store.port
+    return _hosted(address, 0, sock.detach())
 
 
 def _hosted(address: str, port: int, listening: int | None, limit: float = 300.0) -> dist.TCPStore:
@@ -190,7 +188,8 @@ class Tcp:
             where += f", which has to lead to rank 0 on {socket.gethostname()} (it has {there})"
             _log.warning("rank 0 waits at %s", where)
             address = free_address()
-        is_published = _is_published(self.host, self.port)
+        here = self.host, self.port
+        is_published = any(here == (each.host, each.port) for each in _published.values())
         listening: int | None = None  # torch's way: at all addresses
         with contextlib.suppress(OSError):  # taken, perhaps by a store of this program: torch knows
             only = "" if is_published or address != self.host else _only_address(address)
@@ -203,7 +202,7 @@ class Tcp:
             else:
                 made = _hosted(address, self.port, listening, _left(deadline))
         except RuntimeError as error:
-            taken = os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
+            taken = "address already in use" in str(error).lower()
             with contextlib.suppress(RuntimeError, WireError):
                 if taken:  # by another rank 0, perhaps: then all shall hear of both
                     other = self.join(0, _SHORT)
@@ -360,8 +359,8 @@ class Mpi:
                 "mpirun, or pass rendezvous="
             )
         if launch.rank == 0:
-            made, port = host(_address())
-            mpi.broadcast(world, f"{made.host} {port}", _left(deadline))
+            made = host(_address())
+            mpi.broadcast(world, f"{made.host} {made.port}", _left(deadline))
             return Rendezvous(dist.PrefixStore("", made), self.where, hosts=True)
         name, number = mpi.broadcast(world, "", _left(deadline)).split()
         where = f"{name} port {number} (mpirun -x WEFT_INTERFACE=... names another interface)"
@@ -373,9 +372,7 @@ class Mpi:
 Place = Tcp | File | Mpi
 
 
-def place(
-    launch: Launch, rendezvous: str | None, env: Mapping[str, str] | None = None
-) -> Place | None:
+def place(launch: Launch, rendezvous: str | None, env: Mapping[str, str]) -> Place | None:
     """Where the ranks of a launch meet; None if there is nobody to meet.
 
     Raises:
@@ -388,7 +385,6 @@ def place(
         >>> place(ranks, "file:///nfs/run7", {}).where
         'file:///nfs/run7'
     """
-    env = os.environ if env is None else env
     if rendezvous is not None and not re.match(r"env://$|tcp://|file://", rendezvous):
         raise WeftError(
             f"rendezvous {rendezvous!r} is none of env://, tcp://host:port and file:///path"
@@ -414,7 +410,7 @@ def place(
         is_one_host = launch.local_size == launch.size
         if launch.by_its_own_variables and launch.job and is_one_host:
             return File(private() / launch.job.replace("/", "-"))
-        if launch.has_mpi:
+        if launch.kind == "mpirun":
             return Mpi()
         head = env.get("MASTER_ADDR") or launch.head
         if launch.known and head:
@@ -441,23 +437,30 @@ def come(where: Place, launch: Launch, deadline: float) -> Rendezvous:
         WeftError: it cannot be used, or rank 0 cannot host it there.
         WireError: rank 0 was not there in time.
     """
-    key = (where.where, os.getpid())
-    if key not in _kept:
-        _kept[key] = where.open(launch, deadline)
-    return _kept[key]
+    if where.where not in _kept:
+        _kept[where.where] = where.open(launch, deadline)
+    return _kept[where.where]
 
 
 def forget(where: Place | None = None) -> None:
     """Drop the store of a place, where a meeting has failed; None: all stores."""
     if where is not None:
-        _kept.pop((where.where, os.getpid()), None)
+        _kept.pop(where.where, None)
         return
     _kept.clear()
     _published.clear()
 
 
-_kept: dict[tuple[str, int], Rendezvous] = {}
-os.register_at_fork(after_in_child=lambda: keep(_kept.copy()))
+_kept: dict[str, Rendezvous] = {}
+
+
+def _after_fork() -> None:
+    """A child opens stores of its own."""
+    keep(_kept.copy())
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tcp(url: str) -> Tcp:
@@ -577,9 +580,9 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
     told = come(place, launch, deadline).store
     if rank == 0:
         if place not in _published:
-            store, port = host(_address())
+            store = host(_address())
             store.set(_SIGN, secrets.token_hex(8))
-            told.set(_SIGN, json.dumps([store.host, port, store.get(_SIGN).decode()]))
+            told.set(_SIGN, json.dumps([store.host, store.port, store.get(_SIGN).decode()]))
             _published[place] = store
         store = _published[place]
         return store.host, store.port
@@ -596,8 +599,3 @@ def publish(rank: int, path: str, timeout: float) -> tuple[str, int]:
 
 
 _published: dict[File, dist.TCPStore] = {}
-
-
-def _is_published(name: str, port: int) -> bool:
-    """Whether this process hosts a store there that it has published."""
-    return any((name, port) == (each.host, each.port) for each in _published.values())

@@ -191,17 +191,12 @@ def has(
     """
     if not isinstance(store, AnsweringStore):
         store = AnsweringStore(store, deadline)
-    for _ in pauses(deadline, _SHORTEST, _longest(ranks), late):
+    for _ in pauses(deadline, _SHORTEST, max(0.02, 0.0005 * ranks), late):
         if store.check([key]):
             return True
         if look is not None:
             look()
     return False
-
-
-def _longest(ranks: int) -> float:
-    """Seconds between two looks at a store at which so many ranks look."""
-    return max(0.02, 0.0005 * ranks)
 
 
 def pauses(

@@ -22,7 +22,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +139,9 @@ def on_pool(
     global _pool
     with _lock:
         job = _job(key, body, args, kwargs)
-        if _pool is not None and not all(map(_is_there, _pool.members)):
+        if _pool is not None and not all(
+            member.alive and member.process.is_alive() for member in _pool.members
+        ):
             end_pool()
         _pool = _pool or _Pool()
         try:
@@ -156,7 +158,7 @@ class _Pool:
     """The members, in rank order. A run of `size` ranks uses the first `size` members."""
 
     def __init__(self) -> None:
-        self._store, self._port = rendezvous.host(rendezvous.LOOPBACK)
+        self._store = rendezvous.host(rendezvous.LOOPBACK)
         self.members: list[Rank] = []
         self._said: dict[int, Any] = {}  # answers by rank
         self._kept: dict[_Key, str] = {}  # names of groups, that of the one used last at the end
@@ -193,11 +195,16 @@ class _Pool:
     def _grow(self, size: int) -> None:
         """Start the members that are missing, and wait until they are ready."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        body = pickle.dumps((_serve, (self._port,)))
+        body = pickle.dumps((_serve, (self._store.port,)))
         new = range(len(self.members), size)
-        with _no_main():
+        # multiprocessing would import the caller's main script (pytest's, say) in a member
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
             for rank in new:
                 self.members.append(Rank.start(rank, environment, "", body))
+        finally:
+            sys.modules["__main__"] = main
         members = self.members[new.start :]
         if not self._hear(members, patient(START)):
             late = "has not started in time"
@@ -214,21 +221,6 @@ class _Pool:
 
         pump(members, self._said.__setitem__, time.monotonic() + seconds, is_enough)
         return have_answered()
-
-
-def _is_there(member: Rank) -> bool:
-    return member.alive and member.process.is_alive()
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's main script (pytest's, say) in a member."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 _pool: _Pool | None = None
@@ -297,7 +289,7 @@ def _run(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Outcome:
         if os.environ != job.environment:
             os.environ.clear()
             os.environ.update(job.environment)
-        return outcome_on(made.value, job.call, (), {})
+        return outcome_on(made.value, job.call)
 
 
 def _connected(job: _Job, store: dist.Store, groups: dict[str, Group]) -> Group:

@@ -112,7 +112,7 @@ def spmd(
                 f"{body.__qualname__} takes ({', '.join(names)}): the body of an spmd test is a "
                 "function whose first parameter is group"
             )
-        rest = [signature.parameters[name] for name in names[1:]]
+        _, *rest = signature.parameters.values()
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
         @functools.wraps(body)

@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ..base import watch
 from ..base.arguments import wrong_timeout
 from ..base.errors import WeftError, WireError
-from ..base.latch import join
+from ..base.latch import deadline_of, join
 from ..bootstrap.outcome import Outcome, place
 from ..failure.detector import Detector
 from ..failure.links import QueueLinks, links_of_threads
@@ -57,15 +57,11 @@ def group(
     names = hosts or ["threads"] * size
     if len(names) != size:
         raise WeftError(f"{len(names)} hosts for {size} ranks: give one for each")
-    crew = Crew(thread_wires(size), names, timeout, _more_wires)
+    crew = Crew(thread_wires(size), names, timeout, lambda ranks: thread_wires(len(ranks)))
     sessions = crew.sessions()
     for each in sessions:
         each.is_by_group = wire == "group"
     return [Group(each) for each in sessions]
-
-
-def _more_wires(ranks: Sequence[int]) -> list[ThreadWire]:
-    return list(thread_wires(len(ranks)))
 
 
 class Crew:
@@ -154,9 +150,7 @@ class Crew:
         return dict(enumerate(crew.sessions()))
 
 
-def outcome_on(
-    group: Group, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Outcome:
+def outcome_on(group: Group, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """Run a body with its group, which is also the default one; abort the group if it raises."""
     default.set(group)
     outcome = Outcome.of(group.rank, body, group, *args, **kwargs)
@@ -180,60 +174,53 @@ def on_groups(
     `on_threads`.
     """
 
-    def program(group: Group) -> Outcome:
-        outcome = outcome_on(group, body, args, kwargs or {})
-        group.close()
+    def program(rank: int) -> Outcome:
+        outcome = outcome_on(groups[rank], body, *args, **kwargs or {})
+        groups[rank].close()
         return outcome
 
-    return on_threads(groups, program, limit, lambda: groups[0].abort(f"the ranks had {limit} s"))
+    def give_up() -> None:
+        groups[0].abort(f"the ranks had {limit} s")
 
-
-class _End(Protocol):
-    """What a rank has of a group, or of a wire."""
-
-    rank: int
-
-
-E = TypeVar("E", bound=_End)
+    return on_threads(len(groups), program, limit, give_up)
 
 
 def on_threads(
-    ends: Sequence[E],
-    program: Callable[[E], Outcome],
+    size: int,
+    program: Callable[[int], Outcome],
     limit: float | None,
     give_up: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Run a program with the end of each rank, on a thread for each; in the order of the ends.
+    """Run a program on a thread for each rank; in rank order.
 
     Args:
-        ends: of the ranks.
-        program: of one rank.
+        size: how many ranks.
+        program: of one rank, which it is told.
         limit: seconds after which a rank that has not ended is left running on its daemon thread,
             and reported as hanging; None: no limit.
         give_up: called before that, to end what can be ended.
     """
     outcomes: dict[int, Outcome] = {}
 
-    def run(end: E) -> None:
-        outcomes[end.rank] = program(end)
+    def run(rank: int) -> None:
+        outcomes[rank] = program(rank)
 
     threads = [
         threading.Thread(
-            target=copy_context().run, args=(run, end), name=f"rank {end.rank}", daemon=True
+            target=copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True
         )
-        for end in ends
+        for rank in range(size)
     ]
     for thread in threads:
         thread.start()
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = deadline_of(limit)
     for thread in threads:
-        join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
-    late = {number: place(thread) for number, thread in enumerate(threads) if thread.is_alive()}
+        join(thread, deadline - time.monotonic())
+    late = {rank: place(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
     if late:
         give_up()
-    for number in late:
-        threads[number].join(0.2)
+    for rank in late:
+        threads[rank].join(0.2)
     return [
-        Outcome(end.rank, hangs=late[number]) if number in late else outcomes[end.rank]
-        for number, end in enumerate(ends)
+        Outcome(rank, hangs=late[rank]) if rank in late else outcomes[rank] for rank in range(size)
     ]

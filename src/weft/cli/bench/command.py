@@ -62,10 +62,8 @@ def bench(given: Namespace) -> int:
     speaks = os.environ.get("RANK", "0") == "0"
     if speaks:
         print(f"# {about()}\n{_HEAD}")
-        titles = (
-            *["#case", "by", "algorithm", "ms", "MB", "xbound"],
-            *(f"{peer}/x" for peer in PEERS),
-        )
+        titles = ["#case", "by", "algorithm", "ms", "MB", "xbound"]
+        titles += [f"{peer}/x" for peer in PEERS]
         print(_COLUMNS.format(*titles), flush=True)
     is_rank = "WORLD_SIZE" in os.environ
     results = run(*job) if is_rank else launch(given.ranks, run, job)[0]

@@ -73,10 +73,6 @@ class MPIPartition:
         return made
 
     @property
-    def _line(self) -> Partition:
-        return self.grid.reshape((self.size,))
-
-    @property
     def active(self) -> bool:
         return self.grid.active
 
@@ -115,7 +111,7 @@ class MPIPartition:
         Raises:
             WeftError: a rank is not in this partition, or is there twice.
         """
-        return MPIPartition._of(self._line.subset([int(rank) for rank in np.ravel(ranks)]))
+        return MPIPartition._of(self.grid.subset([int(rank) for rank in np.ravel(ranks)]))
 
     @entry
     def create_partition_union(self, other: MPIPartition) -> MPIPartition:
@@ -132,7 +128,7 @@ class MPIPartition:
             >>> run(3, program)
             [1, -1, 0]
         """
-        return MPIPartition._of(self._line.union(other._line))
+        return MPIPartition._of(self.grid.union(other.grid))
 
     @entry
     def create_cartesian_topology_partition(
@@ -266,17 +262,13 @@ def paired(
     transposed. So, if several such dimensions are cut, ranks are matched in the order of their
     numbers, and not cell by transposed cell.
     """
-    shapes = [
-        grid.shape[::-1] if turned else grid.shape
-        for grid, turned in ((small.grid, transpose_small), (large.grid, transpose_large))
-    ]
+    grids = (small.grid, transpose_small), (large.grid, transpose_large)
     # counted from the last, since the smaller grid is padded on the left
-    extents = zip(shapes[0][::-1], shapes[1][::-1], strict=False)
-    agree = [dim for dim, (one, other) in enumerate(extents) if one == other]
-    return (
-        _turned(small.grid, agree) if transpose_small else small.grid,
-        _turned(large.grid, agree) if transpose_large else large.grid,
-    )
+    extents = [grid.shape if turned else grid.shape[::-1] for grid, turned in grids]
+    pairs = enumerate(zip(*extents, strict=False))
+    agree = [dim for dim, (one, other) in pairs if one == other]
+    first, second = [_turned(grid, agree) if turned else grid for grid, turned in grids]
+    return first, second
 
 
 def _turned(grid: Partition, agree: Sequence[int]) -> Partition:

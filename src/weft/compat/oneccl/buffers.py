@@ -30,7 +30,11 @@ def seen(buffer: Any, count: int | None, dtype: torch.dtype, name: str) -> Tenso
     if isinstance(buffer, np.ma.MaskedArray):
         raise WeftError(f"{name} is a masked array, and a mask says nothing here: pass its data")
     if isinstance(buffer, np.ndarray):
-        buffer = _as_tensor(buffer, name)
+        try:
+            # torch has no tensors that are read-only
+            buffer = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
+        except (TypeError, ValueError) as error:  # its dtype, or strides
+            raise WeftError(f"{name} cannot be a tensor: {error}") from error
     if not isinstance(buffer, Tensor):
         raise WeftError(
             f"{name} is a {type(buffer).__name__}: pass a tensor or a NumPy array, such as "
@@ -45,14 +49,6 @@ def seen(buffer: Any, count: int | None, dtype: torch.dtype, name: str) -> Tenso
     if count is not None and buffer.numel() < count:
         raise WeftError(f"{name} holds {buffer.numel()} elements, the call says {count}")
     return buffer.detach().view(-1)[:count]
-
-
-def _as_tensor(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    try:
-        # torch has no tensors that are read-only
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError) as error:  # its dtype, or strides
-        raise WeftError(f"{name} cannot be a tensor: {error}") from error
 
 
 def written(buffer: Any, count: int | None, dtype: torch.dtype, name: str) -> Tensor:

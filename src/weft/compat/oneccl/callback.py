@@ -171,22 +171,21 @@ def sparse_allreduce(
 
         def take(indices: Tensor, values: Tensor) -> Writes:
             contexts = FnContext(asked.match_id), asked.sparse_allreduce_completion_ctx
-            _check_status(complete(*described(indices, values), *contexts))
-            return []
+            status = complete(*described(indices, values), *contexts)
+            if status is None or (isinstance(status, int) and status == Status.success):
+                return []
+            raise WeftError(
+                f"{_NAME} returned status {status!r:.60}: return Status.success, or nothing"
+            )
 
         sent = sending(
-            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            send_ind_buf,
+            send_ind_count,
+            send_val_buf,
+            send_val_count,
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
         return Operation(sent, reduction, take)
 
     return start(comm, prepare)
-
-
-def _check_status(status: object) -> None:
-    """Raise WeftError unless a callback returned that it succeeded, or nothing."""
-    if status is not None and not (isinstance(status, int) and status == Status.success):
-        raise WeftError(
-            f"{_NAME} returned status {status!r:.60}: return Status.success, or nothing"
-        )

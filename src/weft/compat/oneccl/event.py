@@ -167,7 +167,10 @@ def sparse_allreduce(
                 )
             stream.synchronize()
         sent = sending(
-            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            send_ind_buf,
+            send_ind_count,
+            send_val_buf,
+            send_val_count,
             ind_dtype=ind_dtype,
             val_dtype=val_dtype,
         )

@@ -137,7 +137,11 @@ def _run(group: Group, operation: Operation) -> None:
     indices, values = operation.sent
     with telling(group):
         for number, event in enumerate(operation.deps):
-            _await(f"deps[{number}]", event)
+            try:
+                event.wait()
+            except Exception as error:
+                text = f"deps[{number}] failed: {type(error).__name__}: {error}"
+                raise WeftError(text) from error
     wide = indices if indices.dtype in (torch.int32, torch.int64) else indices.long()
     # a rank without rows does not know how long they are
     rows = values.view(len(wide), -1) if len(wide) else values
@@ -152,13 +156,6 @@ def _run(group: Group, operation: Operation) -> None:
     for place, part in writes:
         place[: part.numel()].copy_(part)
     _await_device(*(place for place, _ in writes))
-
-
-def _await(name: str, event: Event) -> None:
-    try:
-        event.wait()
-    except Exception as error:
-        raise WeftError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
 def _narrowed(indices: Tensor, dtype: torch.dtype) -> Tensor:

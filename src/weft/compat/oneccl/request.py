@@ -99,7 +99,10 @@ def sparse_allreduce(
                 "callback.sparse_allreduce"
             )
         sent = sending(
-            *(send_ind_buf, send_ind_count, send_val_buf, send_val_count),
+            send_ind_buf,
+            send_ind_count,
+            send_val_buf,
+            send_val_count,
             index_dtype=index_dtype,
             value_dtype=value_dtype,
         )
@@ -108,8 +111,18 @@ def sparse_allreduce(
         counts = _count(recv_ind_count, "recv_ind_count"), _count(recv_val_count, "recv_val_count")
         check_apart("the buffers for results", found, sums, *counts)
 
-        def take(*result: Tensor) -> Writes:
-            return _placed(result, (found, sums), counts)
+        def take(indices: Tensor, values: Tensor) -> Writes:
+            if found.numel() < indices.numel() or sums.numel() < values.numel():
+                raise WeftError(
+                    f"recv_ind_buf holds {found.numel()} elements and recv_val_buf "
+                    f"{sums.numel()}, the result has {indices.numel()} indices and "
+                    f"{values.numel()} values: pass buffers of that size"
+                )
+            writes = [(found, indices), (sums, values)]
+            for count, part in zip(counts, (indices, values), strict=True):
+                if count is not None:
+                    writes.append((count, torch.tensor([part.numel()], device="cpu")))
+            return writes
 
         return Operation(sent, reduction, take)
 
@@ -118,24 +131,3 @@ def sparse_allreduce(
 
 def _count(buffer: Any, name: str) -> Tensor | None:
     return None if buffer is None else written(buffer, 1, torch.int64, name)
-
-
-def _placed(
-    result: tuple[Tensor, ...], places: tuple[Tensor, Tensor], counts: tuple[Tensor | None, ...]
-) -> Writes:
-    """What of a result is written to which buffer.
-
-    Raises:
-        WeftError: it does not fit.
-    """
-    writes = [*zip(places, result, strict=True)]
-    if any(place.numel() < part.numel() for place, part in writes):
-        raise WeftError(
-            f"recv_ind_buf holds {places[0].numel()} elements and recv_val_buf "
-            f"{places[1].numel()}, the result has {result[0].numel()} indices and "
-            f"{result[1].numel()} values: pass buffers of that size"
-        )
-    for count, part in zip(counts, result, strict=True):
-        if count is not None:
-            writes.append((count, torch.tensor([part.numel()], device="cpu")))
-    return writes

@@ -241,30 +241,24 @@ _Pairs = list[tuple[Tensor, Tensor]]
 def _moved(model: nn.Module) -> tuple[nn.Module, _Pairs]:
     """A model on the device of communication, and which copy is whose: itself if it is there."""
     device = _comm_device()
-    tensors: list[Tensor] = []
-    if device is not None and isinstance(model, nn.Module):
-        tensors = [*model.parameters(), *model.buffers()]
-    if device is None or all(tensor.device.type == device.type for tensor in tensors):
+    if device is None or not isinstance(model, nn.Module):  # which weft's call refuses
         return model, []
-    with telling():
-        twin, pairs = _twin(model, device)
-    return twin, pairs
-
-
-def _twin(model: nn.Module, device: torch.device) -> tuple[nn.Module, _Pairs]:
-    """A module with copies of a model's parameters, their gradients, and buffers."""
-    twin = nn.Module()
+    tensors = *model.parameters(), *model.buffers()
+    if all(tensor.device.type == device.type for tensor in tensors):
+        return model, []
+    twin = nn.Module()  # with copies of parameters, their gradients, and buffers
     pairs: _Pairs = []
-    for name, parameter in model.named_parameters():
-        other = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-        if parameter.grad is not None:
-            other.grad = parameter.grad.to(device)
-        _home(twin, name).register_parameter(name.rpartition(".")[2], other)
-        pairs.append((parameter, other))
-    for name, buffer in model.named_buffers():
-        copy = buffer.to(device)
-        _home(twin, name).register_buffer(name.rpartition(".")[2], copy)
-        pairs.append((buffer, copy))
+    with telling():
+        for name, parameter in model.named_parameters():
+            other = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            if parameter.grad is not None:
+                other.grad = parameter.grad.to(device)
+            _home(twin, name).register_parameter(name.rpartition(".")[2], other)
+            pairs.append((parameter, other))
+        for name, buffer in model.named_buffers():
+            copy = buffer.to(device)
+            _home(twin, name).register_buffer(name.rpartition(".")[2], copy)
+            pairs.append((buffer, copy))
     return twin, pairs
 
 

@@ -84,18 +84,14 @@ class HaloExchange(nn.HaloExchange):
         for dim, (before, after) in enumerate(self._inside):
             length = x.shape[dim] - before - after
             if length < 0:
-                self._refuse(x)
+                grid = self.spec.partitions[0]
+                with telling(grid.group.subset(self.spec.groups[grid.rank])):
+                    raise WeftError(
+                        f"HaloExchange: a tensor of shape {tuple(x.shape)} is smaller than its "
+                        f"halo of {self._inside}: pad it by that first"
+                    )
             x = x.narrow(dim, before, length)
         return x
-
-    def _refuse(self, x: Tensor) -> None:
-        """Raise, on all workers, that a tensor is smaller than its halo."""
-        grid = self.spec.partitions[0]
-        with telling(grid.group.subset(self.spec.groups[grid.rank])):
-            raise WeftError(
-                f"HaloExchange: a tensor of shape {tuple(x.shape)} is smaller than its halo of "
-                f"{self._inside}: pad it by that first"
-            )
 
 
 def _told(grid: Partition, given: Any) -> dict[tuple[int, ...], Widths]:

@@ -26,11 +26,6 @@ class _Layer(nn.Layer):
         preserve_batch: whether an output without elements has the shape [batch, 0] instead of [0].
     """
 
-    P_x: MPIPartition
-    P_y: MPIPartition
-    preserve_batch = False
-    _divisor: Any = None
-
     def _of(
         self,
         P_x: MPIPartition,
@@ -45,6 +40,24 @@ class _Layer(nn.Layer):
         self._divisor = scale_backward
         if isinstance(scale_backward, slice):
             self._divisor = float(np.prod(P_x.shape[scale_backward]))
+
+    def _along(self, P_x: MPIPartition, axes: Any, axes_keep: Any, scale_backward: Any) -> None:
+        """Make a layer of one grid that works along these axes, or along the others.
+
+        Raises:
+            WeftError: both are given, or neither.
+        """
+        if (axes is None) == (axes_keep is None):
+            raise WeftError(
+                f"{type(self).__name__}: pass the axes to work along, or axes_keep, the others: "
+                "one of the two"
+            )
+        if axes is None:
+            kept = [int(axis) for axis in np.ravel(axes_keep)]
+            P_x.grid.keep(kept)  # raises if one is no axis
+            axes = [dim for dim in range(P_x.dim) if not {dim, dim - P_x.dim} & {*kept}]
+        super().__init__(P_x.grid, [int(axis) for axis in np.ravel(axes)])  # type: ignore[call-arg, arg-type]
+        self._of(P_x, P_x, scale_backward=scale_backward)
 
     @entry
     def forward(self, input: Tensor) -> Tensor:
@@ -92,8 +105,7 @@ class AllGather(_Layer, nn.AllGather):
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
     ) -> None:
-        super().__init__(P_x.grid, _axes("AllGather", P_x, axes_all_gather, axes_keep))
-        self._of(P_x, P_x, scale_backward=scale_backward)
+        self._along(P_x, axes_all_gather, axes_keep, scale_backward)
 
 
 class ReduceScatter(_Layer, nn.ReduceScatter):
@@ -119,8 +131,7 @@ class ReduceScatter(_Layer, nn.ReduceScatter):
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
     ) -> None:
-        super().__init__(P_x.grid, _axes("ReduceScatter", P_x, axes_reduce_scatter, axes_keep))
-        self._of(P_x, P_x, scale_backward=scale_backward)
+        self._along(P_x, axes_reduce_scatter, axes_keep, scale_backward)
 
 
 class AllSumReduce(_Layer, nn.AllSumReduce):
@@ -146,8 +157,7 @@ class AllSumReduce(_Layer, nn.AllSumReduce):
         axes_keep: Sequence[int] | None = None,
         scale_backward: Any = None,
     ) -> None:
-        super().__init__(P_x.grid, _axes("AllSumReduce", P_x, axes_reduce, axes_keep))
-        self._of(P_x, P_x, scale_backward=scale_backward)
+        self._along(P_x, axes_reduce, axes_keep, scale_backward)
 
 
 class Broadcast(_Layer, nn.Broadcast):
@@ -260,23 +270,6 @@ class Repartition(_Layer, nn.Repartition):
     def __init__(self, P_x: MPIPartition, P_y: MPIPartition, preserve_batch: bool = True) -> None:
         super().__init__(P_x.grid, P_y.grid)
         self._of(P_x, P_y, preserve_batch=preserve_batch)
-
-
-def _axes(name: str, P_x: MPIPartition, axes: Any, axes_keep: Any) -> list[int]:
-    """The axes that a layer works along, given these or the others.
-
-    Raises:
-        WeftError: both are given, or neither.
-    """
-    if (axes is None) == (axes_keep is None):
-        raise WeftError(
-            f"{name}: pass the axes to work along, or axes_keep, the others: one of the two"
-        )
-    if axes is not None:
-        return [int(axis) for axis in np.ravel(axes)]
-    kept = [int(axis) for axis in np.ravel(axes_keep)]
-    P_x.grid.keep(kept)  # raises if one is no axis
-    return [dim for dim in range(P_x.dim) if not {dim, dim - P_x.dim} & {*kept}]
 
 
 class _Scaled(autograd.Function):
