@@ -147,3 +147,4 @@ def refuses_the_largest_index(call):
     rows = torch.tensor([2**63 - 1]), torch.ones(1)
     with pytest.raises(weft.WeftError, match=f"index {2**63 - 1} is too large for a device"):
         call(rows)
+    call((torch.tensor([2**63 - 2]), torch.ones(1)))

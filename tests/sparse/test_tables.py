@@ -247,6 +247,18 @@ def test_indices_that_do_not_fit_in_one_key_space(group):
         assert result[0].tolist() == ([2**60] if group.size == 1 else [7, 2**60])
 
 
+@spmd(2, on=("stand-in",))
+def test_an_index_that_is_too_large_on_a_device_is_told_from_the_last_one(group):
+    last = 2**63 // 2 - 2
+    for wrong in ([last + 1, last], [last, last + 1], [last, 2**63 - 1]):
+        rows = [(torch.tensor(wrong), torch.ones(2)), (torch.tensor([3]), torch.ones(1))]
+        with pytest.raises(weft.WeftError, match=rf"rank 0: table 0: index {max(wrong)} is too la"):
+            weft.sparse_all_reduce(rows)
+    rows[0] = (torch.tensor([last, last]), torch.ones(2))
+    (indices, _), (others, values) = weft.sparse_all_reduce(rows)
+    assert (indices.tolist(), others.tolist(), values.tolist()) == ([last], [3], [2])
+
+
 @pytest.mark.parametrize("kinds", [ALIKE, KINDS], ids=["alike", "mixed"])
 @pytest.mark.parametrize("count", [50, 2000])
 @spmd(2, on=EVERYWHERE)

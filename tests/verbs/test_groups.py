@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import weft
 from weft.testing import run
 from weft.verbs import group as verbs_of_group
 from weft.verbs.group import GroupVerbs
+from weft.wire.interface import Failure
 
 
 def by_gloo(group, place, body):
@@ -189,12 +191,40 @@ def test_who_gets_the_error_finds_connections_closed(tmp_path):
     assert run(3, by_gloo, tmp_path, broken, on="processes") == [1, 1, 1]
 
 
+def test_an_interrupted_end_of_process_groups_is_done_again(monkeypatch):
+    """And not once weft has let go of them."""
+    ended = []
+
+    def end(process_group):
+        ended.append(process_group)
+        if len(ended) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(verbs_of_group, "_end_gloo", end)
+    monkeypatch.setattr(verbs_of_group, "within", lambda seconds, function: function())
+    session = SimpleNamespace(process_group=lambda: "the program's")
+    group = SimpleNamespace(rank=0, size=2, session=session, process_group=session.process_group)
+    verbs = GroupVerbs(group, torch.device("cpu"), "gloo")
+    failure = Failure("aborted", 1, "rank 1 died")
+    with pytest.raises(KeyboardInterrupt):
+        verbs.abort(failure)
+    assert verbs.failure() is failure  # so nobody waits any longer
+    for _ in range(2):
+        verbs.abort(failure)
+    assert ended == ["the program's"] * 2
+    closed = GroupVerbs(group, torch.device("cpu"), "gloo")
+    closed.close()
+    closed.abort(failure)
+    assert len(ended) == 2
+
+
 UNCAUGHT = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
 import weft
 from weft.verbs.group import GroupVerbs
+from weft.wire.interface import Failure
 
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=3)

@@ -37,7 +37,7 @@ class Distinct(NamedTuple):
     most: int = 0
 
     def of(self, keys: Tensor) -> Distinct:
-        """The same of other keys, of which the same ones are equal, and in the same order.
+        """Those of other keys, which are equal where these are, and ascend as these do.
 
         Example:
             >>> distinct(torch.tensor([7, 2, 7])).of(torch.tensor([9, 4, 9])).indices

@@ -1,7 +1,7 @@
 """What a rank finds of its indices before it opens a call by verbs: of a device with one read.
 
-It sorts them, unless they only move, and finds how many there are without duplicates, which is the
-smallest and which the largest: where one is out of bounds, it is known before anything is sent.
+It sorts them, unless they only move, and finds how many there are without duplicates, and which is
+the largest. Where one is out of bounds, that is known before anything is sent.
 Tables of a list that are of one kind are sorted as one: by table, and then by index.
 
 Those of the CPU the kernels sort; they were checked as they were given.
@@ -23,8 +23,6 @@ from ..kernels.kinds import Kinds
 from ..verbs.interface import Verbs
 from .request import Request
 from .tall import Tall, shifted
-
-_LAST = 2**63 - 1  # of int64: `plain` fills lists with it
 
 
 def look_at(verbs: Verbs, request: Request) -> None:
@@ -78,8 +76,9 @@ def _sorted(tables: Sequence[Request]) -> tuple[Kinds, Tensor]:
         indices = torch.cat([each.rows.indices for each in tables])
         counts = [len(each.rows) for each in tables]
         room = _room(tables)
-        # an index that is out of bounds stays with its table, and is found there
-        inside = indices.long().clamp(-1, room - 2)
+        # what is outside becomes -1 or `room - 1`, which are no keys of indices: it stays with its
+        # table, as the sort is stable, before or behind all others
+        inside = indices.long().clamp(-1, room - 1)
         kinds = Kinds.of(shifted(inside, counts, range(0, room * len(tables), room)))
         stops = [*accumulate(counts)]
         places = there([0, *stops[:-1], *(stop - 1 for stop in stops)], kinds.order)
@@ -102,5 +101,5 @@ def _seen(tables: Sequence[Request], kinds: Kinds, numbers: Iterator[int]) -> Di
 
 
 def _room(tables: Sequence[Request]) -> int:
-    """How many keys each of some tables on a device has."""
-    return _LAST // len(tables)
+    """How many keys each of some tables on a device has; the last one is of no index."""
+    return 2**63 // len(tables)

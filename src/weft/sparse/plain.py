@@ -93,7 +93,7 @@ def summed(
 
     Args:
         verbs, rows, call: of the call.
-        bounds: some indices, or ends of indices.
+        bounds: indices, or their end: from 0 up to 2**63.
 
     Returns:
         The sum, and how many of its rows come before each of the bounds.

@@ -9,8 +9,8 @@ opening for that table tells how; or what its row shape is, which a rank without
 know.
 
 On the wire each kind is then an ordinary call. By verbs ranks sort their rows first (`look`), and
-state how many there are: so no other opening follows, and a device is read once for all tables
-of a rank, and once for the result of each kind.
+state how many there are: so no opening for a kind follows, and a device is read once for all
+tables of a rank, and once for the result of each kind.
 
 The results of the tables of a kind are parts of the tall table's memory, which is freed with the
 last of them; on a device they are copies. All tables of a list must be on one device.
@@ -181,6 +181,8 @@ def _by_verbs(
     look: Distinct | None,
 ) -> tuple[Rows, Record, list[int]]:
     """The sum of tables by verbs, and how many rows come before each; collective.
+
+    It is behind the opening: a rank that has no memory for a tall table ends the group.
 
     Args:
         group, verbs: of the call.

@@ -16,7 +16,7 @@ from ..base.tensors import Shape, there
 from .request import Request
 from .rows import Rows
 
-_LAST = 2**63 - 1  # of int64: so many keys there may be
+_MOST = 2**63 - 1  # keys that there may be: they fit in int64, and so does the end
 _SHORT = 2**31  # keys below fit in int32
 
 
@@ -41,7 +41,7 @@ class Tall(NamedTuple):
             WeftError: their keys do not fit in int64; a single table has its indices.
         """
         starts = [0, *accumulate(index + 1 for index in highest)]
-        if starts[-1] > _LAST and len(tables) > 1:
+        if starts[-1] > _MOST and len(tables) > 1:
             most = max(highest)
             naming = tables[highest.index(most)].naming
             raise conclusion(f"{naming}index {most} is too large for a list: pass it alone")
@@ -107,7 +107,8 @@ def _apart(whole: Tensor, counts: list[int]) -> list[Tensor]:
     """
     if not kernels.on_host(whole):
         parts = [whole.new_empty((count, *whole.shape[1:])) for count in counts]
-        torch.split_with_sizes_copy(whole, counts, out=parts)
+        if whole.numel():  # on CUDA torch divides by the bytes of a row
+            torch.split_with_sizes_copy(whole, counts, out=parts)
         return parts
     return [_own(part) for part in torch.split(whole, counts)]
 

@@ -80,6 +80,7 @@ class GroupVerbs:
         self._is_connected = backend == "gloo" and not self._is_own  # as torch made it
         self._failure: Failure | None = None
         self._aborting = threading.RLock()
+        self._is_ended = False  # its process groups, or weft has let go of them
 
     def all_gather(self, mine: Tensor) -> Tensor:
         own = bytes_of(mine)
@@ -235,15 +236,16 @@ class GroupVerbs:
         for ever, since gloo tells no send that it has queued when the connection closes.
         """
         with self._aborting:
-            if self._failure is not None:
+            if self._is_ended:
                 return
-            self._failure = failure
+            self._failure = self._failure or failure
             end = _end_gloo if self._backend == "gloo" else _end
             # the program's own, too: whoever is to blame here would be awaited there
             for group in (self._made, self._group.session.process_group()):
                 if group is not None:
                     with contextlib.suppress(TimeoutError):  # it goes on
                         within(_MOMENT, functools.partial(end, group))
+            self._is_ended = True  # only now: an interrupt may come in the middle
 
     def close(self) -> None:
         """Let go of a process group of weft's own."""
@@ -252,6 +254,7 @@ class GroupVerbs:
         if made is not None and self._failure is None:
             made.shutdown()
         self._failure = self._failure or Failure("aborted", None, "the group was closed")
+        self._is_ended = True
 
 
 class _Wait:
