@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ..base import watch
 from ..base.errors import names
@@ -71,22 +71,6 @@ UNREADABLE = (ValueError, TypeError, RecursionError)  # what `read` raises
 _log = logging.getLogger("weft")
 
 
-class Progress(NamedTuple):
-    """How far a rank is in its program.
-
-    Attributes:
-        calls: how many calls it has started.
-        doing: the name of the one that runs, or "".
-        entered, elsewhere, prepares: as for a `Place`.
-    """
-
-    calls: int = 0
-    doing: str = ""
-    entered: Entered | None = None
-    elsewhere: str = ""
-    prepares: str = ""
-
-
 class Wait(Protocol):
     """A wait that has not ended.
 
@@ -110,7 +94,8 @@ class Detector:
         links: to the detectors of the peers.
         verdict: what broke the session, or None.
         leavers: the ranks that said bye, each with where it was then.
-        progress: a weak reference to a function that says how far this rank is.
+        progress: a weak reference to a function that says how far this rank is in its program: a
+            `Place` without what the detector knows.
         history: as for a `Place`, which the worker adds to. The detector has it, since a bye tells
             of it, and may be said when nothing else is left of the session.
     """
@@ -143,7 +128,7 @@ class Detector:
         self._waits: dict[int, _Waiting] = {}  # that have not ended, by thread
         self._idle_since = time.monotonic()  # when a wait ended last
         self.links = links
-        self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
+        self.progress: Callable[[], Callable[[], Place] | None] = lambda: None
         self.history: Sequence[Entered] = ()
         # what ends this rank's waits, and what says what is known to be wrong; see `guard`
         self._end_waits: Callable[[Verdict], None] = lambda verdict: None
@@ -584,15 +569,13 @@ class Detector:
             awaits = waiting.wait.peer()
             awaited = tuple(waiting.wait.awaited())[:listed]
         is_outside = waiting is None and not progress.doing
-        return Place(
-            calls=progress.calls,
-            doing=progress.doing,
+        return replace(
+            progress,
             awaits=awaits,
             seconds=time.monotonic() - since,
             raised=last_error.since(since) if is_outside else "",
             at=self._program_line(),
             awaited=awaited,
-            entered=progress.entered,
             opens=opens,
             history=history,
             elsewhere=progress.elsewhere if is_outside and self._thread is None else "",
@@ -601,22 +584,18 @@ class Detector:
 
     def _last_place(self) -> Place:
         """Where this rank is as it leaves, and what it raised."""
-        progress = self._progress()
         since = self._since(self._waiting())
-        return Place(
-            calls=progress.calls,
-            doing=progress.doing,
-            awaits=None,
+        return replace(
+            self._progress(),
             seconds=time.monotonic() - since,
             raised=last_error.since(since, handled=True),
-            entered=progress.entered,
             history=tuple(self.history),
         )
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Place:
         """How far this rank is in its program; where its session is gone, it is in no call."""
         find_progress = self.progress()
-        return Progress() if find_progress is None else find_progress()
+        return Place(0, "", None, 0.0) if find_progress is None else find_progress()
 
     def _program_line(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""

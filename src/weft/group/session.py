@@ -29,8 +29,8 @@ from ..base._torch import keep
 from ..base.arguments import LONGEST
 from ..base.errors import WireError
 from ..base.memory import Pool
-from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Verdict, in_the_job, on_leaver
+from ..failure.detector import Detector, Wait
+from ..failure.verdict import Place, Verdict, in_the_job, on_leaver
 from ..records.calls import call_elsewhere
 from ..records.traffic import Traffic
 from ..wire import interface
@@ -428,11 +428,18 @@ class Session:
         progress = self._progress()
         return f" in {progress.doing} (call {progress.calls})" if progress.doing else ""
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Place:
         """How far this rank is in its program; any thread."""
         worker = self.worker
-        elsewhere = "" if worker.doing else self._elsewhere()
-        return Progress(worker.calls, worker.doing, worker.entered, elsewhere, worker.prepares)
+        return Place(
+            worker.calls,
+            worker.doing,
+            None,
+            0.0,
+            entered=worker.entered,
+            elsewhere="" if worker.doing else self._elsewhere(),
+            prepares=worker.prepares,
+        )
 
     def _elsewhere(self) -> str:
         """In which call of another group this process is, as a clause; "": in none."""
