@@ -37,7 +37,6 @@ from .server import Server
 from .turns import Turn, Turns
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
@@ -70,12 +69,10 @@ class Member(Protocol):
         """Break the group for all ranks, on account of this one."""
 
 
-class StreamJob(Protocol[T_co]):
+class StreamJob(Protocol):
     """A job that works in a stream of its own: `weft.base.devices.Aside`, which describes it."""
 
     accelerators: list[int | str | torch.device]
-
-    def __call__(self) -> T_co: ...
 
     def claim_thread(self) -> None: ...
 
@@ -230,9 +227,7 @@ class Worker:
         self.history.append(self.entered)
         return True
 
-    def submit(
-        self, name: str, job: Callable[[], T] | StreamJob[T], *, several: bool = False
-    ) -> Work[T]:
+    def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
         It starts once this has returned. An interrupt in here breaks the group, and it never does.
@@ -261,7 +256,7 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        in_stream = cast(StreamJob[T], job) if hasattr(job, "claim_thread") else None
+        in_stream = cast(StreamJob, job) if hasattr(job, "claim_thread") else None
         work: Work[T] = Work(self, name, in_stream)
         turn = Turn(name, sys._getframe(), work)
         try:
@@ -426,7 +421,7 @@ class Work(Generic[T]):
     _error: BaseException | None = None  # what the job raised
     _is_told = False  # somebody has had that, or has no need to
 
-    def __init__(self, worker: Worker, name: str, aside: StreamJob[T] | None = None) -> None:
+    def __init__(self, worker: Worker, name: str, aside: StreamJob | None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker = worker
         self._forks = worker._forks  # as of now: a child of this process has one more
