@@ -135,7 +135,7 @@ class Worker:
 
     def _begin(self) -> None:
         """Begin with an empty queue and no threads."""
-        self._turns: Turns[Work[Any]] = Turns()
+        self._turns = Turns()
         self._several = False  # whether the job that runs may make calls itself
         self._jobs = Server(f"weft worker {self.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
@@ -169,7 +169,7 @@ class Worker:
                 return self._do(member, name, job)
         self._check_outside(name)
         self._check_open(name)
-        turn: Turn[Work[Any]] = Turn(name, sys._getframe())
+        turn = Turn(name, sys._getframe())
         try:
             try:
                 self.made += 1
@@ -379,7 +379,7 @@ class Worker:
         turn = self._turns.first_queued()
         if turn is None or turn.work is None:  # the caller of one was interrupted
             return
-        work = turn.work
+        work: Work[Any] = turn.work
         try:
             self._turns.wait_for(turn, self.member().check)
             if self._is_submitted(turn):
@@ -396,7 +396,7 @@ class Worker:
         work._end()
         del turn, work  # the traceback of the error has this frame, and would keep them alive
 
-    def _is_submitted(self, turn: Turn[Work[Any]]) -> bool:
+    def _is_submitted(self, turn: Turn) -> bool:
         """Wait until the call of `submit` that made a turn is over; whether it ended well."""
         while turn.thread is not None and not turn.is_over:
             if not turn.is_alive():
