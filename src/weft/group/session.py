@@ -380,7 +380,7 @@ class Session:
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
-        self.worker.after_fork()
+        self.worker.reset()
         with contextlib.ExitStack() as stack:  # also where a close raises
             # what the child kept open would hide the death of this process's parent from peers
             stack.callback(self._wires.close_wire)

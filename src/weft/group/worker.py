@@ -126,15 +126,15 @@ class Worker:
         self.history: deque[Entered] = deque(maxlen=REMEMBERED)
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False
-        self._forks = 0  # how many parents of this process had this, perhaps with calls under way
         self._lost = False  # a call raised a WireError: the group is broken
         self._is_break_known = False  # and its caller has had that, or has no need to
         # the calls that raised; no WeakSet, which cannot be read while another thread adds
         self._failed: set[weakref.ref[Work[Any]]] = set()
-        self._begin()
+        self.reset()
 
-    def _begin(self) -> None:
-        """Begin with an empty queue and no threads."""
+    def reset(self) -> None:
+        """Begin with an empty queue and no threads: also in a forked child, where no thread would
+        serve the calls under way."""
         self._turns = Turns()
         self._several = False  # whether the job that runs may make calls itself
         self._jobs = Server(f"weft worker {self.rank}")
@@ -404,11 +404,6 @@ class Worker:
             time.sleep(_SOON)  # it has a few operations left, and no call that could say so
         return not turn.is_over
 
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread that would serve the calls under way."""
-        self._forks += 1
-        self._begin()
-
 
 class Work(Generic[T]):
     """An asynchronous call under way, with the face of `torch.distributed.Work`.
@@ -424,7 +419,7 @@ class Work(Generic[T]):
     def __init__(self, worker: Worker, name: str, aside: StreamJob | None) -> None:
         """`aside` is the job, where it runs in a stream of its own."""
         self._worker = worker
-        self._forks = worker._forks  # as of now: a child of this process has one more
+        self._jobs = worker._jobs  # which have it in their queue; a forked child has others
         self._name = name
         self._aside = aside
         self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
@@ -483,7 +478,7 @@ class Work(Generic[T]):
 
     def _check_process(self) -> None:
         """Raise WeftError in a forked child, where a call that was under way never ends."""
-        if self._forks < self._worker._forks and not self.is_completed():
+        if self._jobs is not self._worker._jobs and not self.is_completed():
             raise WeftError(
                 f"rank {self._worker.rank}: {self._name} was under way when this process was "
                 "forked: wait for it in the parent"
