@@ -256,12 +256,11 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
+        as_call = functools.partial(self._do, member, name, as_here, several)
         in_stream = cast(StreamJob, job) if hasattr(job, "claim_thread") else None
-        work: Work[T] = Work(self, name, in_stream)
+        work: Work[T] = Work(self, name, as_call, in_stream)
         turn = Turn(name, sys._getframe(), work)
         try:
-            work._job = functools.partial(self._do, member, name, as_here, several)
-            work._end_range = profiled_until(name)
             self.made += 1
             self._turns.join(turn)
             self._jobs.start()
@@ -416,17 +415,25 @@ class Work(Generic[T]):
     _error: BaseException | None = None  # what the job raised
     _is_told = False  # somebody has had that, or has no need to
 
-    def __init__(self, worker: Worker, name: str, aside: StreamJob | None) -> None:
-        """`aside` is the job, where it runs in a stream of its own."""
+    def __init__(
+        self, worker: Worker, name: str, job: Callable[[], T], aside: StreamJob | None
+    ) -> None:
+        """
+        Args:
+            worker: that runs it.
+            name: of the call.
+            job: what is to be run.
+            aside: what that runs, if it is in a stream of its own.
+        """
         self._worker = worker
         self._jobs = worker._jobs  # which have it in their queue; a forked child has others
         self._name = name
         self._aside = aside
-        self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
+        self._job: Callable[[], T] | None = job  # what is to be run; None: it runs, or has run
         self._value: T | None = None  # what it returned
         self._ended = Latch()
         self._at_end: deque[Callable[[], object]] = deque()  # to call once it has ended
-        self._end_range: Callable[[], object] = _nothing  # of the profiler
+        self._end_range = profiled_until(name)
 
     def __repr__(self) -> str:
         if not self.is_completed():
@@ -624,10 +631,6 @@ def _of_caller(error: BaseException) -> BaseException | None:
     cause = error.__cause__
     is_of_caller = isinstance(error, Error) and not isinstance(cause, Exception)
     return cause if is_of_caller else None
-
-
-def _nothing() -> None:
-    return None
 
 
 def _complete(raw: torch.futures.Future[T], work: Work[T], errors: list[BaseException]) -> None:
