@@ -289,18 +289,13 @@ class Detector:
             return failed if leaver is None else on_leaver(leaver, self.leavers[leaver])
 
         # its control link may say more at once: that it died, or left, or another's verdict
-        if self.news() is None and reason() is failed:
+        if self._news() is None and reason() is failed:
             waits = list(self._waits.values())
             waiting = next((each for each in waits if each.wait is wait), None)
             self._suspect = _Suspect(waiting, reason)
             self.links.wake()
             self._hear_judgement()
         return self.verdict or self.settle(reason())
-
-    def news(self) -> Verdict | None:
-        """The verdict, for which this waits a moment: another rank may have seen more."""
-        self._hear(lambda: False, _NEWS)  # ended by `settle`, or by the time
-        return self.verdict
 
     def blame(self) -> Verdict | None:
         """Find why a call of another library failed, in which all ranks may have been.
@@ -310,12 +305,12 @@ class Detector:
         """
         suspect = self._suspect = _Suspect()
         self.links.wake()
-        if self.news() is not None:
+        if self._news() is not None:
             return self.verdict
         leaver = self._leaver()
         if leaver is None:
             self._hear_judgement()
-            if self.news() is None and suspect.answered is not None:
+            if self._news() is None and suspect.answered is not None:
                 # one that left meanwhile, and did not answer before
                 leaver = self._leaver(well=suspect.answered)
         if leaver is not None:
@@ -360,6 +355,11 @@ class Detector:
         seconds = patient(ANSWER) + longer
         self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), seconds)
         return self._answers.pop(number)
+
+    def _news(self) -> Verdict | None:
+        """The verdict, for which this waits a moment: another rank may have seen more."""
+        self._hear(lambda: False, _NEWS)  # ended by `settle`, or by the time
+        return self.verdict
 
     def _hear_judgement(self) -> None:
         """Wait until the ranks were asked about the suspect, or another thread's, and judged.

@@ -331,15 +331,13 @@ class Session:
             doing: what this rank did, as a clause of the error.
             wait: if it waited.
         """
-        if isinstance(error, WireFailed):
-            where = self._while(doing, wait)
-            raise self._break(self._verdict_on(error.failure, wait), where) from None
         if is_of_a_signal(error):
             self._interrupted(error)
             raise error
-        assert isinstance(error, Exception)
         where = self._while(doing, wait)
-        raise self._break(self._verdict_on_exception(error), where) from error
+        if isinstance(error, WireFailed):
+            raise self._break(self._verdict_on(error.failure, wait), where) from None
+        raise self._break(self._settle(verdict_on_exception(error, self.rank)), where) from error
 
     def _while(self, doing: str, wait: Waited[Any] | None) -> str:
         """What this rank did as a wire failed, as the end of an error.
@@ -371,11 +369,6 @@ class Session:
         if failure.circle:
             return detector.explain_circle(failure.circle, verdict)
         return detector.settle(verdict)
-
-    def _verdict_on_exception(self, error: Exception) -> Verdict:
-        """The verdict on a wire that raised what none may raise, unless others know of more."""
-        verdict = None if self.detector is None else self.detector.news()
-        return verdict or self._settle(verdict_on_exception(error, self.rank))
 
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""

@@ -107,7 +107,7 @@ def verdict_on(failure: Failure, rank: int) -> Verdict:
     return Verdict(failure.peer, failure.text)
 
 
-def verdict_on_exception(error: Exception, rank: int) -> Verdict:
+def verdict_on_exception(error: BaseException, rank: int) -> Verdict:
     """The verdict on the wire of a rank that raised what none may raise."""
     return Verdict(rank, f"rank {rank}: its wire raised {in_short(in_words(error))}")
 
