@@ -361,14 +361,12 @@ class Session:
         """The verdict behind a failure of a wire, which this may take a second to find."""
         detector = self.detector
         assert detector is not None  # without peers nothing fails
-        if failure.kind == "aborted" and detector.verdict is not None:
-            return detector.verdict
         if failure.kind == "lost":
             return detector.explain(failure.peer, failure.text, wait)
         verdict = verdict_on(failure, self.rank)
         if failure.circle:
             return detector.explain_circle(failure.circle, verdict)
-        return detector.settle(verdict)
+        return detector.settle(verdict)  # of an abort: there is one already, which counts
 
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
