@@ -129,7 +129,7 @@ class Session:
             detector.history = self.worker.history
             detector.guard(self._wires.abort, self._wires.find_fault)
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
-        self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
+        self._leave = Finalize(self, _leave, (detector, wire), exitpriority=0)
         _made.add(self)
 
     def carry(self, verbs: Carrier) -> None:
@@ -374,7 +374,7 @@ class Session:
         self.worker.reset()
         with contextlib.ExitStack() as stack:  # also where a close raises
             # what the child kept open would hide the death of this process's parent from peers
-            stack.callback(self._wires.close_wire)
+            stack.callback(self.wire.close)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
 
@@ -448,10 +448,10 @@ def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
     wires.abort(verdict)
 
 
-def _leave(detector: Detector | None, wires: Wires) -> None:
+def _leave(detector: Detector | None, wire: interface.Wire) -> None:
     """Say bye to all and let go of the wire."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        stack.callback(wires.close_wire)
+        stack.callback(wire.close)
         if detector is not None:
             stack.callback(detector.close)  # first
 

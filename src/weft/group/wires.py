@@ -65,10 +65,6 @@ class Wires:
         for each in errors:  # only now: a handler of the log may block, or raise
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
-    def close_wire(self) -> None:
-        """Close that of the CPU."""
-        self._wire.close()
-
     def close_verbs(self) -> None:
         """Let go of the process groups that verbs have made, each also where another raises."""
         with contextlib.ExitStack() as stack:
