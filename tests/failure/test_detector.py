@@ -328,7 +328,7 @@ def test_what_it_tells_of_a_wait_and_of_its_call_is_of_one_moment(peers):
 
     def how_far():
         """How far this rank is; as that is asked for the first time, it comes to the next call."""
-        if three.watch.waiting is before:
+        if three.watch.waiting.wait is before:
             asked.set()
             assert has_gone_on.wait(10.0)
             return Place(7, "barrier", None, 0.0, entered=calls[0])
@@ -394,7 +394,7 @@ def test_of_two_threads_that_wait_each_has_its_deadline(peers):
         other = threading.Thread(target=lambda: (three.watch.begin(Wait(2)), three.watch.end()))
         other.start()
         other.join()
-    assert three.watch.waiting.peer() == 1
+    assert three.watch.waiting.wait.peer() == 1
     for peer in (1, 2):
         assert "ask" in three.hear(peer)
         three.say(peer, here=place(6), to=1)

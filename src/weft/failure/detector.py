@@ -186,20 +186,15 @@ class Detector:
         return self._idle_since - ended.began
 
     @property
-    def waiting(self) -> Wait | None:
-        """What this rank waits for; None: nothing."""
-        waiting = self._waiting()
-        return None if waiting is None else waiting.wait
+    def waiting(self) -> _Waiting | None:
+        """The wait of this rank; of those of several threads that which began first, or None."""
+        # a copy: other threads begin and end waits
+        return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
     def seconds_waited(self) -> float:
         """How long this thread's wait has lasted; 0: there is none."""
         waiting = self._waits.get(threading.get_ident())
         return 0.0 if waiting is None else time.monotonic() - waiting.since
-
-    def _waiting(self) -> _Waiting | None:
-        """The wait of this rank; of those of several threads that which began first, or None."""
-        # a copy: other threads begin and end waits
-        return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
     def _since(self, waiting: _Waiting | None) -> float:
         """Since when this rank is where it is: in a wait, or in none."""
@@ -467,7 +462,7 @@ class Detector:
             return time.monotonic() + _NOTHING_DUE
         if self._inquiry is not None:
             return self._inquiry.until
-        waiting = self._waiting()
+        waiting = self.waiting
         if waiting is None:  # one that begins from now on may last as long
             return time.monotonic() + min(self._slow, self.timeout)
         return waiting.since + self._patience(waiting)
@@ -479,7 +474,7 @@ class Detector:
     def _look_at_the_clock(self) -> None:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
         suspect = self._suspect  # read once: another thread sets it, and a close clears it
-        waiting = self._waiting()
+        waiting = self.waiting
         about = waiting if suspect is None else suspect.about
         now = time.monotonic()
         inquiry = self._inquiry
@@ -554,12 +549,12 @@ class Detector:
         """
         # again if that wait has ended meanwhile: the rest may be of the call before it, or after it
         while True:
-            first = self._waiting()
+            first = self.waiting
             waiting = of or first
             since = self._since(waiting)
             progress = self._progress()
             history = tuple(self.history)
-            if self._waiting() is first:
+            if self.waiting is first:
                 break
         awaits = None
         awaited: tuple[int, ...] = ()
@@ -584,7 +579,7 @@ class Detector:
 
     def _last_place(self) -> Place:
         """Where this rank is as it leaves, and what it raised."""
-        since = self._since(self._waiting())
+        since = self._since(self.waiting)
         return replace(
             self._progress(),
             seconds=time.monotonic() - since,
