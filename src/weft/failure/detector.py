@@ -27,6 +27,7 @@ wakes up once in that time, and checks whether a wait has lasted that long. Afte
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -35,6 +36,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from ..base import watch
 from ..base.errors import names
@@ -144,8 +146,9 @@ class Detector:
         # judges, and clears it.
         self._suspect: _Suspect | None = None
         self._inquiry: _Inquiry | None = None
-        self._inquiries = 0  # how many there were
-        self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
+        self._numbers = itertools.count(1)  # of inquiries
+        # those whose answers somebody waits for, by number
+        self._inquiries: WeakValueDictionary[int, _Inquiry] = WeakValueDictionary()
         self._agrees: dict[int, bool] = {}  # what peers said, see `agree`
         # entered by itself: that of a condition is Python, where an interrupt may leave it held
         self._hearing = threading.RLock()
@@ -343,13 +346,11 @@ class Detector:
             awaited: whose answers it waits for; None: all.
             longer: seconds that they may take beyond `ANSWER`.
         """
-        number, asked = self._question()
-        answers = self._answers[number] = {}
-        self._send(sorted(asked), {"ask": number})
-        wanted = asked if awaited is None else asked.intersection(awaited)
+        inquiry = self._ask()
+        wanted = inquiry.asked if awaited is None else inquiry.asked.intersection(awaited)
         seconds = patient(ANSWER) + longer
-        self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), seconds)
-        return self._answers.pop(number)
+        self._hear(lambda: wanted <= inquiry.places.keys() | self.leavers.keys(), seconds)
+        return inquiry.places
 
     def _news(self) -> Verdict | None:
         """The verdict, for which this waits a moment: another rank may have seen more."""
@@ -486,19 +487,16 @@ class Detector:
         self._inquiry = None  # of a wait that is over: all is well
         is_late = waiting is not None and now >= waiting.since + self._patience(waiting)
         if suspect is not None or is_late:
-            self._ask(about)
+            self._inquiry = self._ask(about)
 
-    def _ask(self, about: _Waiting | None) -> None:
+    def _ask(self, about: _Waiting | None = None) -> _Inquiry:
         """Ask all where they are."""
-        number, asked = self._question()
-        self._inquiry = _Inquiry(number, about, time.monotonic() + patient(ANSWER), asked)
+        asked = set(self.links.peers()) - set(self.leavers)
+        inquiry = _Inquiry(about, time.monotonic() + patient(ANSWER), asked)
+        number = next(self._numbers)
+        self._inquiries[number] = inquiry  # before the answers come
         self._send(sorted(asked), {"ask": number})
-
-    def _question(self) -> tuple[int, set[int]]:
-        """The number of a new question to all ranks, and those that are there to answer it."""
-        with self._lock:
-            self._inquiries += 1
-            return self._inquiries, set(self.links.peers()) - set(self.leavers)
+        return inquiry
 
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
@@ -632,15 +630,10 @@ class Detector:
         elif "ask" in message:
             self._send([peer], {"here": astuple(self._place()), "to": message["ask"]})
         elif "here" in message:
-            self._on_answer(peer, message["to"], message["here"])
-
-    def _on_answer(self, peer: int, number: int, place: Place) -> None:
-        """Note where a peer is, unless nobody waits for that any more."""
-        if self._inquiry is not None and self._inquiry.number == number:
-            self._inquiry.places[peer] = place
-        elif number in self._answers:
-            self._answers[number][peer] = place
-            self._notify()
+            inquiry = self._inquiries.get(message["to"])
+            if inquiry is not None:  # else nobody waits for that any more
+                inquiry.places[peer] = message["here"]
+                self._notify()
 
     def _notify(self) -> None:
         """Wake up who waits in `_hear`."""
@@ -711,15 +704,13 @@ class _Inquiry:
     """A question to all ranks: where are you?
 
     Attributes:
-        number: of the question; the answers repeat it.
         about: the wait that is late or has failed; None: a call of another library failed.
         until: when those that have not answered count as silent, by `time.monotonic`.
         asked: the ranks that are asked.
         places: what they answered.
     """
 
-    def __init__(self, number: int, about: _Waiting | None, until: float, asked: set[int]) -> None:
-        self.number = number
+    def __init__(self, about: _Waiting | None, until: float, asked: set[int]) -> None:
         self.about = about
         self.until = until
         self.asked = asked
