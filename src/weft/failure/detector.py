@@ -227,10 +227,8 @@ class Detector:
         self._end_waits(verdict)
         self._notify()
         self._settling = None
-        if is_told:
-            return verdict
-        with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
-            if self._thread is None:
+        if self._thread is None and not is_told:
+            with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
                 _log.error("%s", verdict.error(self.rank))
         return verdict
 
