@@ -376,7 +376,7 @@ class Worker:
     def _serve(self) -> None:
         """On the thread of jobs: run the first of those in the queue, when its turn comes."""
         turn = self._turns.first_queued()
-        if turn is None or turn.work is None:  # the caller of one was interrupted
+        if turn is None:  # the caller of one was interrupted
             return
         work: Work[Any] = turn.work
         try:
