@@ -386,10 +386,9 @@ class Detector:
             if self._closed:
                 return
             self._closed = True
-            goodbye = b""
             if self.verdict is None:
-                goodbye = line_of({"bye": astuple(self._last_place())})
-        self.links.close(goodbye)
+                self._send(self.links.peers(), {"bye": astuple(self._last_place())})
+        self.links.close()
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
         self._suspect = None
