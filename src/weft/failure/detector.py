@@ -34,7 +34,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -177,7 +177,8 @@ class Detector:
 
     def begin(self, wait: Wait) -> None:
         """Note that this thread begins to wait."""
-        self._waits[threading.get_ident()] = _Waiting(wait, time.monotonic())
+        now = time.monotonic()
+        self._waits[threading.get_ident()] = _Waiting(wait, began=now, since=now)
 
     def end(self) -> float:
         """Note that this thread's wait is over, well or not; the seconds that it has lasted."""
@@ -674,6 +675,7 @@ class _Suspect:
     answered: Collection[int] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A wait of one thread.
 
@@ -686,17 +688,15 @@ class _Waiting:
         has_ended: whether it is over, well or not.
     """
 
-    __slots__ = ("began", "has_ended", "is_renewed", "is_told", "since", "wait")
-
-    def __init__(self, wait: Wait, began: float) -> None:
-        self.wait = wait
-        self.began = began
-        self.since = began
-        self.is_renewed = False
-        self.is_told = False
-        self.has_ended = False
+    wait: Wait
+    began: float
+    since: float
+    is_renewed: bool = False
+    is_told: bool = False
+    has_ended: bool = False
 
 
+@dataclass(eq=False)
 class _Inquiry:
     """A question to all ranks: where are you?
 
@@ -707,8 +707,7 @@ class _Inquiry:
         places: what they answered.
     """
 
-    def __init__(self, about: _Waiting | None, until: float, asked: set[int]) -> None:
-        self.about = about
-        self.until = until
-        self.asked = asked
-        self.places: dict[int, Place] = {}
+    about: _Waiting | None
+    until: float
+    asked: set[int]
+    places: dict[int, Place] = field(default_factory=dict)
