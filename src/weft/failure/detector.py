@@ -445,16 +445,16 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        inquiry, suspect = self._inquiry, self._suspect
-        of = suspect if inquiry is None or inquiry.about is None else inquiry.about
-        if of is None or not of.is_renewed:
+        inquiry = self._inquiry
+        subject = None if inquiry is None else inquiry.about or self._suspect
+        if subject is None or not subject.is_renewed:
             self._inquiry = None  # its answers may have been late because of the pause
-        if suspect is not None and inquiry is not None and of is suspect:
-            suspect.is_renewed = True
         for waiting in list(self._waits.values()):
             if not waiting.is_renewed:
                 waiting.is_renewed = True
                 waiting.since = time.monotonic()
+        if subject is not None:
+            subject.is_renewed = True
 
     def due(self) -> float:
         if self.verdict is not None:
