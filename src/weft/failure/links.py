@@ -168,12 +168,11 @@ class SocketLinks:
         """What came on the links of these peers; None: the thread was woken."""
         news = []
         for peer in ready:
-            if peer is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(256)
-                continue
             with contextlib.suppress(BlockingIOError):
-                news.append(self._read_from(peer))
+                if peer is None:
+                    self._woken.recv(256)
+                else:
+                    news.append(self._read_from(peer))
         return news
 
     def _read_from(self, peer: int) -> News:
