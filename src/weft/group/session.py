@@ -203,16 +203,14 @@ class Session:
         self.check()
         self._splits += 1
 
-    def split(self, ranks: tuple[int, ...]) -> Session | None:
-        """Join some of the ranks by connections of their own; None where this rank is not one.
+    def split(self, ranks: tuple[int, ...]) -> Session:
+        """Join some of the ranks, this one among them, by connections of their own.
 
-        Every rank calls it, with the same distinct ranks, after `count_split`.
+        Each of them calls it, with the same distinct ranks, after `count_split`, which all call.
 
         Raises:
             WireError: somebody did not come in time, or died.
         """
-        if self.rank not in ranks:
-            return None
         return self._part(ranks, f"sub{self._splits}:{','.join(map(str, ranks))}")
 
     def _part(self, ranks: tuple[int, ...], name: str) -> Session:
