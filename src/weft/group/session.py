@@ -351,7 +351,7 @@ class Session:
         text = f" while rank {self.rank} {doing}{lasting}{self._where()}"
         if self.closed:
             raise WireError(f"rank {self.rank}: this group was closed{text}", rank=self.rank)
-        if wait is not None and seconds >= self.timeout:
+        if seconds >= self.timeout:
             text += f", past the timeout of {self.timeout:g} s"
         return text
 
