@@ -106,14 +106,10 @@ class Turns:
             # ended as the turn before this one leaves the queue; a call ends by the deadlines of
             # its own waits
             if not turn.news.wait(LOOK):
-                self._put_out_the_dead()
+                for each in self._queue.copy():
+                    if not each.is_alive():  # an interrupt has kept it from leaving
+                        self.leave(each)
                 check()
-
-    def _put_out_the_dead(self) -> None:
-        """Take those turns out of the queue that an interrupt has kept from leaving it."""
-        for turn in self._queue.copy():
-            if not turn.is_alive():
-                self.leave(turn)
 
     def leave(self, turn: Turn) -> None:
         """Take a turn out of the queue, and wake up who is next. Twice is fine."""
