@@ -258,7 +258,7 @@ class Worker:
 
         as_call = functools.partial(self._do, member, name, as_here, several)
         in_stream = cast(StreamJob, job) if hasattr(job, "claim_thread") else None
-        work: Work[T] = Work(self, name, as_call, in_stream)
+        work = Work(self, name, as_call, in_stream)
         turn = Turn(name, sys._getframe(), work)
         try:
             self.made += 1
