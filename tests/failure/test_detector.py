@@ -18,9 +18,9 @@ import pytest
 from weft import WireError
 from weft.base.pace import patient
 from weft.failure import detector, links
-from weft.failure.detector import Detector, Progress, line_of
+from weft.failure.detector import Detector, line_of
 from weft.failure.links import News, SocketLinks
-from weft.failure.verdict import Entered, Verdict
+from weft.failure.verdict import Entered, Place, Verdict
 
 
 class Wait:
@@ -108,7 +108,7 @@ class Peers:
         self.links = LateLinks(SocketLinks(mesh))
         self.watch = Detector(0, timeout, self.links, slow, global_ranks=global_ranks)
         self.watch.start()
-        self.watch.progress = lambda: lambda: Progress(7, "barrier", HISTORY[-1])
+        self.watch.progress = lambda: lambda: Place(7, "barrier", None, 0.0, entered=HISTORY[-1])
         self.watch.history = HISTORY
         self.watch.guard(self.end_waits, lambda: self.fault)
         stack.callback(self.watch.close)
@@ -328,11 +328,11 @@ def test_what_it_tells_of_a_wait_and_of_its_call_is_of_one_moment(peers):
 
     def how_far():
         """How far this rank is; as that is asked for the first time, it comes to the next call."""
-        if three.watch.waiting is before:
+        if three.watch.waiting.wait is before:
             asked.set()
             assert has_gone_on.wait(10.0)
-            return Progress(7, "barrier", calls[0])
-        return Progress(8, "all_reduce", calls[1])
+            return Place(7, "barrier", None, 0.0, entered=calls[0])
+        return Place(8, "all_reduce", None, 0.0, entered=calls[1])
 
     three.watch.progress = lambda: how_far
     three.say(1, ask=1)
@@ -394,7 +394,7 @@ def test_of_two_threads_that_wait_each_has_its_deadline(peers):
         other = threading.Thread(target=lambda: (three.watch.begin(Wait(2)), three.watch.end()))
         other.start()
         other.join()
-    assert three.watch.waiting.peer() == 1
+    assert three.watch.waiting.wait.peer() == 1
     for peer in (1, 2):
         assert "ask" in three.hear(peer)
         three.say(peer, here=place(6), to=1)
@@ -414,7 +414,7 @@ def test_a_wait_that_ends_while_its_rank_is_judged_was_not_late(peers):
     def how_far():
         asked.set()
         assert has_ended.wait(10.0)
-        return Progress(7, "barrier", HISTORY[-1])
+        return Place(7, "barrier", None, 0.0, entered=HISTORY[-1])
 
     three.watch.progress = lambda: how_far
     for peer, ask in zip((1, 2), asks, strict=True):

@@ -153,8 +153,10 @@ def test_a_goodbye_comes_last(make):
     readers = [Reader(links) for links in (second, third)]
     second.send(2, b"x")
     first.send(2, b"before ")
-    first.close(b"goodbye")
-    first.close(b"again")
+    for peer in (1, 2):
+        first.send(peer, b"goodbye")
+    first.close()
+    first.close()
     for reader, data in zip(readers, (b"goodbye", b"before goodbye"), strict=True):
         reader.has(lambda reader, data=data: reader.data.get(0) == data)
     readers[0].has(lambda _: second.peers() == [2])  # a socket's end comes after its bytes
@@ -221,7 +223,7 @@ def test_a_send_to_one_that_has_gone_is_no_signal(signals):
     second.close()
     for _ in range(2):
         first.send(1, b"a")
-    first.close(b"goodbye")
+    first.close()
     first.wake()
     assert signals == []
 

@@ -410,7 +410,7 @@ def test_a_rank_that_waits_for_nothing_can_be_asked(group):
         wait = pending.receive
 
         def slow():
-            asked.append(group.session.detector.waiting.peer())
+            asked.append(group.session.detector.waiting.wait.peer())
             return wait()
 
         pending.receive = slow

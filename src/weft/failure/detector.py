@@ -27,14 +27,16 @@ wakes up once in that time, and checks whether a wait has lasted that long. Afte
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from ..base import watch
 from ..base.errors import names
@@ -71,22 +73,6 @@ UNREADABLE = (ValueError, TypeError, RecursionError)  # what `read` raises
 _log = logging.getLogger("weft")
 
 
-class Progress(NamedTuple):
-    """How far a rank is in its program.
-
-    Attributes:
-        calls: how many calls it has started.
-        doing: the name of the one that runs, or "".
-        entered, elsewhere, prepares: as for a `Place`.
-    """
-
-    calls: int = 0
-    doing: str = ""
-    entered: Entered | None = None
-    elsewhere: str = ""
-    prepares: str = ""
-
-
 class Wait(Protocol):
     """A wait that has not ended.
 
@@ -110,7 +96,8 @@ class Detector:
         links: to the detectors of the peers.
         verdict: what broke the session, or None.
         leavers: the ranks that said bye, each with where it was then.
-        progress: a weak reference to a function that says how far this rank is.
+        progress: a weak reference to a function that says how far this rank is in its program: a
+            `Place` without what the detector knows.
         history: as for a `Place`, which the worker adds to. The detector has it, since a bye tells
             of it, and may be said when nothing else is left of the session.
     """
@@ -143,7 +130,7 @@ class Detector:
         self._waits: dict[int, _Waiting] = {}  # that have not ended, by thread
         self._idle_since = time.monotonic()  # when a wait ended last
         self.links = links
-        self.progress: Callable[[], Callable[[], Progress] | None] = lambda: None
+        self.progress: Callable[[], Callable[[], Place] | None] = lambda: None
         self.history: Sequence[Entered] = ()
         # what ends this rank's waits, and what says what is known to be wrong; see `guard`
         self._end_waits: Callable[[Verdict], None] = lambda verdict: None
@@ -159,8 +146,9 @@ class Detector:
         # judges, and clears it.
         self._suspect: _Suspect | None = None
         self._inquiry: _Inquiry | None = None
-        self._inquiries = 0  # how many there were
-        self._answers: dict[int, dict[int, Place]] = {}  # to `ask_all`, by number and peer
+        self._numbers = itertools.count(1)  # of inquiries
+        # those whose answers somebody waits for, by number
+        self._inquiries: WeakValueDictionary[int, _Inquiry] = WeakValueDictionary()
         self._agrees: dict[int, bool] = {}  # what peers said, see `agree`
         # entered by itself: that of a condition is Python, where an interrupt may leave it held
         self._hearing = threading.RLock()
@@ -189,7 +177,8 @@ class Detector:
 
     def begin(self, wait: Wait) -> None:
         """Note that this thread begins to wait."""
-        self._waits[threading.get_ident()] = _Waiting(wait, time.monotonic())
+        now = time.monotonic()
+        self._waits[threading.get_ident()] = _Waiting(wait, began=now, since=now)
 
     def end(self) -> float:
         """Note that this thread's wait is over, well or not; the seconds that it has lasted."""
@@ -201,20 +190,15 @@ class Detector:
         return self._idle_since - ended.began
 
     @property
-    def waiting(self) -> Wait | None:
-        """What this rank waits for; None: nothing."""
-        waiting = self._waiting()
-        return None if waiting is None else waiting.wait
+    def waiting(self) -> _Waiting | None:
+        """The wait of this rank; of those of several threads that which began first, or None."""
+        # a copy: other threads begin and end waits
+        return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
     def seconds_waited(self) -> float:
         """How long this thread's wait has lasted; 0: there is none."""
         waiting = self._waits.get(threading.get_ident())
         return 0.0 if waiting is None else time.monotonic() - waiting.since
-
-    def _waiting(self) -> _Waiting | None:
-        """The wait of this rank; of those of several threads that which began first, or None."""
-        # a copy: other threads begin and end waits
-        return min(list(self._waits.values()), key=lambda each: each.began, default=None)
 
     def _since(self, waiting: _Waiting | None) -> float:
         """Since when this rank is where it is: in a wait, or in none."""
@@ -244,10 +228,8 @@ class Detector:
         self._end_waits(verdict)
         self._notify()
         self._settling = None
-        if is_told:
-            return verdict
-        with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
-            if self._thread is None:
+        if self._thread is None and not is_told:
+            with contextlib.suppress(Exception):  # of a handler: who waits raises what matters more
                 _log.error("%s", verdict.error(self.rank))
         return verdict
 
@@ -304,18 +286,13 @@ class Detector:
             return failed if leaver is None else on_leaver(leaver, self.leavers[leaver])
 
         # its control link may say more at once: that it died, or left, or another's verdict
-        if self.news() is None and reason() is failed:
+        if self._news() is None and reason() is failed:
             waits = list(self._waits.values())
             waiting = next((each for each in waits if each.wait is wait), None)
             self._suspect = _Suspect(waiting, reason)
             self.links.wake()
             self._hear_judgement()
         return self.verdict or self.settle(reason())
-
-    def news(self) -> Verdict | None:
-        """The verdict, for which this waits a moment: another rank may have seen more."""
-        self._hear(lambda: False, _NEWS)  # ended by `settle`, or by the time
-        return self.verdict
 
     def blame(self) -> Verdict | None:
         """Find why a call of another library failed, in which all ranks may have been.
@@ -325,12 +302,12 @@ class Detector:
         """
         suspect = self._suspect = _Suspect()
         self.links.wake()
-        if self.news() is not None:
+        if self._news() is not None:
             return self.verdict
         leaver = self._leaver()
         if leaver is None:
             self._hear_judgement()
-            if self.news() is None and suspect.answered is not None:
+            if self._news() is None and suspect.answered is not None:
                 # one that left meanwhile, and did not answer before
                 leaver = self._leaver(well=suspect.answered)
         if leaver is not None:
@@ -368,13 +345,16 @@ class Detector:
             awaited: whose answers it waits for; None: all.
             longer: seconds that they may take beyond `ANSWER`.
         """
-        number, asked = self._question()
-        answers = self._answers[number] = {}
-        self._send(sorted(asked), {"ask": number})
-        wanted = asked if awaited is None else asked.intersection(awaited)
+        inquiry = self._ask()
+        wanted = inquiry.asked if awaited is None else inquiry.asked.intersection(awaited)
         seconds = patient(ANSWER) + longer
-        self._hear(lambda: wanted <= answers.keys() | self.leavers.keys(), seconds)
-        return self._answers.pop(number)
+        self._hear(lambda: wanted <= inquiry.places.keys() | self.leavers.keys(), seconds)
+        return inquiry.places
+
+    def _news(self) -> Verdict | None:
+        """The verdict, for which this waits a moment: another rank may have seen more."""
+        self._hear(lambda: False, _NEWS)  # ended by `settle`, or by the time
+        return self.verdict
 
     def _hear_judgement(self) -> None:
         """Wait until the ranks were asked about the suspect, or another thread's, and judged.
@@ -407,10 +387,9 @@ class Detector:
             if self._closed:
                 return
             self._closed = True
-            goodbye = b""
             if self.verdict is None:
-                goodbye = line_of({"bye": astuple(self._last_place())})
-        self.links.close(goodbye)
+                self._send(self.links.peers(), {"bye": astuple(self._last_place())})
+        self.links.close()
         # these may hold a wait, with messages that lie in memory of peers
         self._inquiry = None
         self._suspect = None
@@ -466,23 +445,23 @@ class Detector:
 
         Once in a wait. A thread that is late each time was not paused: the program holds the GIL.
         """
-        inquiry, suspect = self._inquiry, self._suspect
-        of = suspect if inquiry is None or inquiry.about is None else inquiry.about
-        if of is None or not of.is_renewed:
+        inquiry = self._inquiry
+        subject = None if inquiry is None else inquiry.about or self._suspect
+        if subject is None or not subject.is_renewed:
             self._inquiry = None  # its answers may have been late because of the pause
-        if suspect is not None and inquiry is not None and of is suspect:
-            suspect.is_renewed = True
         for waiting in list(self._waits.values()):
             if not waiting.is_renewed:
                 waiting.is_renewed = True
                 waiting.since = time.monotonic()
+        if subject is not None:
+            subject.is_renewed = True
 
     def due(self) -> float:
         if self.verdict is not None:
             return time.monotonic() + _NOTHING_DUE
         if self._inquiry is not None:
             return self._inquiry.until
-        waiting = self._waiting()
+        waiting = self.waiting
         if waiting is None:  # one that begins from now on may last as long
             return time.monotonic() + min(self._slow, self.timeout)
         return waiting.since + self._patience(waiting)
@@ -494,7 +473,7 @@ class Detector:
     def _look_at_the_clock(self) -> None:
         """End an inquiry, or begin one: because of a suspect, or because a wait is late."""
         suspect = self._suspect  # read once: another thread sets it, and a close clears it
-        waiting = self._waiting()
+        waiting = self.waiting
         about = waiting if suspect is None else suspect.about
         now = time.monotonic()
         inquiry = self._inquiry
@@ -506,19 +485,16 @@ class Detector:
         self._inquiry = None  # of a wait that is over: all is well
         is_late = waiting is not None and now >= waiting.since + self._patience(waiting)
         if suspect is not None or is_late:
-            self._ask(about)
+            self._inquiry = self._ask(about)
 
-    def _ask(self, about: _Waiting | None) -> None:
+    def _ask(self, about: _Waiting | None = None) -> _Inquiry:
         """Ask all where they are."""
-        number, asked = self._question()
-        self._inquiry = _Inquiry(number, about, time.monotonic() + patient(ANSWER), asked)
+        asked = set(self.links.peers()) - set(self.leavers)
+        inquiry = _Inquiry(about, time.monotonic() + patient(ANSWER), asked)
+        number = next(self._numbers)
+        self._inquiries[number] = inquiry  # before the answers come
         self._send(sorted(asked), {"ask": number})
-
-    def _question(self) -> tuple[int, set[int]]:
-        """The number of a new question to all ranks, and those that are there to answer it."""
-        with self._lock:
-            self._inquiries += 1
-            return self._inquiries, set(self.links.peers()) - set(self.leavers)
+        return inquiry
 
     def _judge(self, inquiry: _Inquiry) -> None:
         """Conclude from the answers: a verdict, a line about a slow wait, or nothing."""
@@ -569,12 +545,12 @@ class Detector:
         """
         # again if that wait has ended meanwhile: the rest may be of the call before it, or after it
         while True:
-            first = self._waiting()
+            first = self.waiting
             waiting = of or first
             since = self._since(waiting)
             progress = self._progress()
             history = tuple(self.history)
-            if self._waiting() is first:
+            if self.waiting is first:
                 break
         awaits = None
         awaited: tuple[int, ...] = ()
@@ -584,15 +560,13 @@ class Detector:
             awaits = waiting.wait.peer()
             awaited = tuple(waiting.wait.awaited())[:listed]
         is_outside = waiting is None and not progress.doing
-        return Place(
-            calls=progress.calls,
-            doing=progress.doing,
+        return replace(
+            progress,
             awaits=awaits,
             seconds=time.monotonic() - since,
             raised=last_error.since(since) if is_outside else "",
             at=self._program_line(),
             awaited=awaited,
-            entered=progress.entered,
             opens=opens,
             history=history,
             elsewhere=progress.elsewhere if is_outside and self._thread is None else "",
@@ -601,22 +575,18 @@ class Detector:
 
     def _last_place(self) -> Place:
         """Where this rank is as it leaves, and what it raised."""
-        progress = self._progress()
-        since = self._since(self._waiting())
-        return Place(
-            calls=progress.calls,
-            doing=progress.doing,
-            awaits=None,
+        since = self._since(self.waiting)
+        return replace(
+            self._progress(),
             seconds=time.monotonic() - since,
             raised=last_error.since(since, handled=True),
-            entered=progress.entered,
             history=tuple(self.history),
         )
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Place:
         """How far this rank is in its program; where its session is gone, it is in no call."""
         find_progress = self.progress()
-        return Progress() if find_progress is None else find_progress()
+        return Place(0, "", None, 0.0) if find_progress is None else find_progress()
 
     def _program_line(self) -> str:
         """Where the rank's program is, as "file:line in function", or ""."""
@@ -658,15 +628,10 @@ class Detector:
         elif "ask" in message:
             self._send([peer], {"here": astuple(self._place()), "to": message["ask"]})
         elif "here" in message:
-            self._on_answer(peer, message["to"], message["here"])
-
-    def _on_answer(self, peer: int, number: int, place: Place) -> None:
-        """Note where a peer is, unless nobody waits for that any more."""
-        if self._inquiry is not None and self._inquiry.number == number:
-            self._inquiry.places[peer] = place
-        elif number in self._answers:
-            self._answers[number][peer] = place
-            self._notify()
+            inquiry = self._inquiries.get(message["to"])
+            if inquiry is not None:  # else nobody waits for that any more
+                inquiry.places[peer] = message["here"]
+                self._notify()
 
     def _notify(self) -> None:
         """Wake up who waits in `_hear`."""
@@ -710,6 +675,7 @@ class _Suspect:
     answered: Collection[int] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A wait of one thread.
 
@@ -722,31 +688,26 @@ class _Waiting:
         has_ended: whether it is over, well or not.
     """
 
-    __slots__ = ("began", "has_ended", "is_renewed", "is_told", "since", "wait")
-
-    def __init__(self, wait: Wait, began: float) -> None:
-        self.wait = wait
-        self.began = began
-        self.since = began
-        self.is_renewed = False
-        self.is_told = False
-        self.has_ended = False
+    wait: Wait
+    began: float
+    since: float
+    is_renewed: bool = False
+    is_told: bool = False
+    has_ended: bool = False
 
 
+@dataclass(eq=False)
 class _Inquiry:
     """A question to all ranks: where are you?
 
     Attributes:
-        number: of the question; the answers repeat it.
         about: the wait that is late or has failed; None: a call of another library failed.
         until: when those that have not answered count as silent, by `time.monotonic`.
         asked: the ranks that are asked.
         places: what they answered.
     """
 
-    def __init__(self, number: int, about: _Waiting | None, until: float, asked: set[int]) -> None:
-        self.number = number
-        self.about = about
-        self.until = until
-        self.asked = asked
-        self.places: dict[int, Place] = {}
+    about: _Waiting | None
+    until: float
+    asked: set[int]
+    places: dict[int, Place] = field(default_factory=dict)

@@ -117,18 +117,12 @@ class SocketLinks:
         with contextlib.suppress(OSError):  # it has enough to read as it is, or is gone
             self._waker.send(b"\0", NO_SIGNAL)
 
-    def close(self, goodbye: bytes = b"") -> None:
+    def close(self) -> None:
         """End the links and the calls of the reader. Twice is fine.
 
         A collection of garbage may bring a thread here in the middle of anything: even of what the
         reader does, or waits for. Then the links end when the reader returns.
-
-        Args:
-            goodbye: what all peers are sent before.
         """
-        if goodbye:
-            for peer in self.peers():
-                self.send(peer, goodbye)
         with self._lock:
             self._is_closed = True
             self.wake()  # before the thread, which may be awake, has closed what that takes
@@ -174,12 +168,11 @@ class SocketLinks:
         """What came on the links of these peers; None: the thread was woken."""
         news = []
         for peer in ready:
-            if peer is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(256)
-                continue
             with contextlib.suppress(BlockingIOError):
-                news.append(self._read_from(peer))
+                if peer is None:
+                    self._woken.recv(256)
+                else:
+                    news.append(self._read_from(peer))
         return news
 
     def _read_from(self, peer: int) -> News:
@@ -243,10 +236,7 @@ class QueueLinks:
     def wake(self) -> None:
         self._inbox.put(None)
 
-    def close(self, goodbye: bytes = b"") -> None:
-        if goodbye:
-            for peer in self.peers():
-                self.send(peer, goodbye)
+    def close(self) -> None:
         self._inboxes.pop(self._rank, None)
         self.wake()  # the thread ends
 

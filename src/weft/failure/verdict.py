@@ -313,10 +313,10 @@ def in_crossed_calls(circle: Sequence[int], places: Mapping[int, Place]) -> Verd
 
 def _are_crossed(circle: Sequence[int], places: Mapping[int, Place]) -> bool:
     """Whether ranks make calls of some of them in different orders: nobody comes to another's."""
-    for waiter, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
-        if not _has_not_entered(places[awaited], places[waiter].entered):
-            return False
-    return True
+    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
+    return all(
+        _has_not_entered(places[awaited], places[waiter].entered) for waiter, awaited in pairs
+    )
 
 
 def _lost(places: Mapping[int, Place]) -> list[tuple[int, int]]:

@@ -88,7 +88,10 @@ class Callbacks:
         me = threading.get_ident()
         try:
             self._running.append(me)
-            do = self._taken()
+            try:
+                do = self._queue.popleft()
+            except IndexError:  # another thread has taken it
+                return
             self._begun += 1
             self._may_wait = False
             if self._queue:
@@ -99,13 +102,6 @@ class Callbacks:
         finally:
             with contextlib.suppress(ValueError):  # an interrupt came before it was there
                 self._running.remove(me)
-
-    def _taken(self) -> Callable[[], object]:
-        """The first function, out of the queue."""
-        try:
-            return self._queue.popleft()
-        except IndexError:  # another thread has taken it
-            return _nothing
 
     def _watch(self) -> None:
         """Have a thread watch the queue, unless one does."""
@@ -154,7 +150,3 @@ class Callbacks:
         me = threading.get_ident()
         others = any(each != me for each in self._running.copy())
         return others or (bool(self._queue) and me not in self._running)
-
-
-def _nothing() -> None:
-    return None

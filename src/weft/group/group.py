@@ -243,10 +243,11 @@ class Group:
         if not self._is_view:
             self.session.count_split()
         chosen = self._chosen(ranks)
+        if self.rank not in chosen:
+            return None
         if self._is_view:
-            return self.subset(chosen) if self.rank in chosen else None
-        session = self.session.split(chosen)
-        return None if session is None else Group(session)
+            return self.subset(chosen)
+        return Group(self.session.split(chosen))
 
     def add_line(self) -> None:
         """Give calls on `line` connections and a worker of their own; collective.

@@ -64,17 +64,6 @@ _lock = threading.Lock()
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ranks] = weakref.WeakKeyDictionary()
 
 
-def _ranks_of(process_group: dist.ProcessGroup) -> _Ranks:
-    with _lock:
-        return _known.setdefault(process_group, _Ranks())
-
-
-def _all_known() -> list[_Ranks]:
-    """Those of all process groups; other threads may come to new ones meanwhile."""
-    alive = [reference() for reference in _known.keyrefs()]  # `values` would raise then
-    return [_known[process_group] for process_group in alive if process_group is not None]
-
-
 def joined(process_group: dist.ProcessGroup) -> Group | None:
     """The group of a process group's ranks, if it was made already; nothing is sent."""
     ranks = _known.get(process_group)
@@ -120,7 +109,8 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
     if not isinstance(process_group, dist.ProcessGroup) or process_group.rank() < 0:
         raise WeftError(f"{own_rank()}the caller is not in this group: only its ranks may call")
     _check_process(process_group)  # first: a child has locks that nobody gives back
-    ranks = _ranks_of(process_group)
+    with _lock:
+        ranks = _known.setdefault(process_group, _Ranks())
     with ranks.turn:  # joining has a deadline
         store = store_of(process_group)
         if store is None:
@@ -132,11 +122,6 @@ def of_group(process_group: dist.ProcessGroup | None, *, timeout: float | None =
         return ranks.group
 
 
-def _name_of(process_group: dist.ProcessGroup) -> str:
-    """The name under which its ranks are joined."""
-    return "world" if process_group is dist.group.WORLD else process_group.group_name
-
-
 def _destroyed(process_group: dist.ProcessGroup) -> WeftError:
     return WeftError(
         f"rank {process_group.rank()}: this process group was destroyed, or has no store that "
@@ -146,7 +131,7 @@ def _destroyed(process_group: dist.ProcessGroup) -> WeftError:
 
 def _new_group(process_group: dist.ProcessGroup, store: dist.Store, timeout: float | None) -> Group:
     """A new group of the ranks of a process group; collective among them."""
-    name = _name_of(process_group)
+    name = "world" if process_group is dist.group.WORLD else process_group.group_name
     rank = process_group.rank()
     everyone = tuple(dist.get_process_group_ranks(process_group))  # none once it is destroyed
     joining = CallStats("join", name, rank, 0, Traffic(rank))  # so others learn what it waits for
@@ -180,7 +165,7 @@ def _timeout_of(process_group: dist.ProcessGroup) -> float:
     `dist.new_group()` mostly gets no timeout, and torch's default is half an hour.
     """
     limit = _torch.timeout_of(process_group)
-    default = None if dist.group.WORLD is None else _ranks_of(dist.group.WORLD).group
+    default = None if dist.group.WORLD is None else joined(dist.group.WORLD)
     if limit == _torch.default_timeout() and default is not None:
         return min(limit, default.timeout)
     return limit
@@ -195,7 +180,9 @@ def _where(process_group: dist.ProcessGroup, absent: Sequence[int]) -> str:
         return "this process group was destroyed meanwhile"
     everyone = dist.get_process_group_ranks(process_group)
     wanted = {everyone[rank] for rank in absent}
-    for group in [ranks.group for ranks in _all_known()]:
+    # `keys` would raise where another thread comes to a new one meanwhile
+    alive = [reference() for reference in _known.keyrefs()]
+    for group in [joined(each) for each in alive if each is not None]:
         if group is None or group.closed or not wanted <= {*group.global_ranks}:
             continue
         detector = group.session.detector

@@ -57,13 +57,9 @@ class Server:
     def end(self, seconds: float | None = None) -> bool:
         """End the thread once the queue is empty; False if that took more than these seconds."""
         self._ended = True
-        self._queue.put(_wake)
+        self._queue.put(lambda: None)  # wakes up the thread
         threads = self._threads.copy()
         if threading.current_thread() in threads:
             return True
         until = deadline_of(seconds)
         return all(join(each, until - time.monotonic()) for each in threads)
-
-
-def _wake() -> None:
-    """Queued to wake up the thread."""

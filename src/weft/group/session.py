@@ -29,8 +29,8 @@ from ..base._torch import keep
 from ..base.arguments import LONGEST
 from ..base.errors import WireError
 from ..base.memory import Pool
-from ..failure.detector import Detector, Progress, Wait
-from ..failure.verdict import Verdict, in_the_job, on_leaver
+from ..failure.detector import Detector, Wait
+from ..failure.verdict import Place, Verdict, in_the_job, on_leaver
 from ..records.calls import call_elsewhere
 from ..records.traffic import Traffic
 from ..wire import interface
@@ -129,7 +129,7 @@ class Session:
             detector.history = self.worker.history
             detector.guard(self._wires.abort, self._wires.find_fault)
         # bye when the session is dropped, and at exit: of multiprocessing's processes, too
-        self._leave = Finalize(self, _leave, (detector, self._wires), exitpriority=0)
+        self._leave = Finalize(self, _leave, (detector, wire), exitpriority=0)
         _made.add(self)
 
     def carry(self, verbs: Carrier) -> None:
@@ -203,16 +203,14 @@ class Session:
         self.check()
         self._splits += 1
 
-    def split(self, ranks: tuple[int, ...]) -> Session | None:
-        """Join some of the ranks by connections of their own; None where this rank is not one.
+    def split(self, ranks: tuple[int, ...]) -> Session:
+        """Join some of the ranks, this one among them, by connections of their own.
 
-        Every rank calls it, with the same distinct ranks, after `count_split`.
+        Each of them calls it, with the same distinct ranks, after `count_split`, which all call.
 
         Raises:
             WireError: somebody did not come in time, or died.
         """
-        if self.rank not in ranks:
-            return None
         return self._part(ranks, f"sub{self._splits}:{','.join(map(str, ranks))}")
 
     def _part(self, ranks: tuple[int, ...], name: str) -> Session:
@@ -331,15 +329,13 @@ class Session:
             doing: what this rank did, as a clause of the error.
             wait: if it waited.
         """
-        if isinstance(error, WireFailed):
-            where = self._while(doing, wait)
-            raise self._break(self._verdict_on(error.failure, wait), where) from None
         if is_of_a_signal(error):
             self._interrupted(error)
             raise error
-        assert isinstance(error, Exception)
         where = self._while(doing, wait)
-        raise self._break(self._verdict_on_exception(error), where) from error
+        if isinstance(error, WireFailed):
+            raise self._break(self._verdict_on(error.failure, wait), where) from None
+        raise self._break(self._settle(verdict_on_exception(error, self.rank)), where) from error
 
     def _while(self, doing: str, wait: Waited[Any] | None) -> str:
         """What this rank did as a wire failed, as the end of an error.
@@ -355,7 +351,7 @@ class Session:
         text = f" while rank {self.rank} {doing}{lasting}{self._where()}"
         if self.closed:
             raise WireError(f"rank {self.rank}: this group was closed{text}", rank=self.rank)
-        if wait is not None and seconds >= self.timeout:
+        if seconds >= self.timeout:
             text += f", past the timeout of {self.timeout:g} s"
         return text
 
@@ -363,27 +359,20 @@ class Session:
         """The verdict behind a failure of a wire, which this may take a second to find."""
         detector = self.detector
         assert detector is not None  # without peers nothing fails
-        if failure.kind == "aborted" and detector.verdict is not None:
-            return detector.verdict
         if failure.kind == "lost":
             return detector.explain(failure.peer, failure.text, wait)
         verdict = verdict_on(failure, self.rank)
         if failure.circle:
             return detector.explain_circle(failure.circle, verdict)
-        return detector.settle(verdict)
-
-    def _verdict_on_exception(self, error: Exception) -> Verdict:
-        """The verdict on a wire that raised what none may raise, unless others know of more."""
-        verdict = None if self.detector is None else self.detector.news()
-        return verdict or self._settle(verdict_on_exception(error, self.rank))
+        return detector.settle(verdict)  # of an abort: there is one already, which counts
 
     def after_fork(self) -> None:
         """In a forked child, where the session cannot be used, and has no threads."""
         keep(self)
-        self.worker.after_fork()
+        self.worker.reset()
         with contextlib.ExitStack() as stack:  # also where a close raises
             # what the child kept open would hide the death of this process's parent from peers
-            stack.callback(self._wires.close_wire)
+            stack.callback(self.wire.close)
             if self.detector is not None:
                 stack.callback(self.detector.abandon)  # first
 
@@ -428,11 +417,18 @@ class Session:
         progress = self._progress()
         return f" in {progress.doing} (call {progress.calls})" if progress.doing else ""
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Place:
         """How far this rank is in its program; any thread."""
         worker = self.worker
-        elsewhere = "" if worker.doing else self._elsewhere()
-        return Progress(worker.calls, worker.doing, worker.entered, elsewhere, worker.prepares)
+        return Place(
+            worker.calls,
+            worker.doing,
+            None,
+            0.0,
+            entered=worker.entered,
+            elsewhere="" if worker.doing else self._elsewhere(),
+            prepares=worker.prepares,
+        )
 
     def _elsewhere(self) -> str:
         """In which call of another group this process is, as a clause; "": in none."""
@@ -450,10 +446,10 @@ def _end_waits(wires: Wires, of_other: Detector, verdict: Verdict) -> None:
     wires.abort(verdict)
 
 
-def _leave(detector: Detector | None, wires: Wires) -> None:
+def _leave(detector: Detector | None, wire: interface.Wire) -> None:
     """Say bye to all and let go of the wire."""
     with contextlib.ExitStack() as stack:  # also where a handler of a signal raises meanwhile
-        stack.callback(wires.close_wire)
+        stack.callback(wire.close)
         if detector is not None:
             stack.callback(detector.close)  # first
 

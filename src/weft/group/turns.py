@@ -12,14 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any
 
 from ..base.latch import LOOK, Latch
 
-W = TypeVar("W")
 
-
-class Turn(Generic[W]):
+class Turn:
     """A place in the queue of calls.
 
     Attributes:
@@ -27,14 +25,14 @@ class Turn(Generic[W]):
         thread: the thread that is in the call, by its number; None: the call is queued, and its
             caller has gone on.
         frame: of that thread, in which the call is.
-        work: of a call that is queued; None: its caller runs it.
+        work: of a call that is queued, its `worker.Work`; None: its caller runs it.
         news: wakes up who waits for the turn, once somebody does.
         is_over: whether it has left the queue.
     """
 
     __slots__ = ("frame", "is_over", "name", "news", "thread", "work")
 
-    def __init__(self, name: str, frame: FrameType, work: W | None = None) -> None:
+    def __init__(self, name: str, frame: FrameType, work: Any = None) -> None:
         self.name = name
         self.thread: int | None = threading.get_ident()
         self.frame: FrameType | None = frame
@@ -60,31 +58,31 @@ class Turn(Generic[W]):
         return self.thread is None or self.frame not in (None, frame)
 
 
-class Turns(Generic[W]):
+class Turns:
     """The turns of calls, in order; the first one has the group."""
 
     def __init__(self) -> None:
-        self._queue: deque[Turn[W]] = deque()
+        self._queue: deque[Turn] = deque()
 
-    def join(self, turn: Turn[W]) -> None:
+    def join(self, turn: Turn) -> None:
         """Give a call its place in the queue, which its caller sees to that it leaves."""
         self._queue.append(turn)
 
-    def first(self) -> Turn[W] | None:
+    def first(self) -> Turn | None:
         """The turn that has the group, or is going to."""
         try:
             return self._queue[0]
         except IndexError:
             return None
 
-    def first_queued(self) -> Turn[W] | None:
+    def first_queued(self) -> Turn | None:
         """The first turn that is that of a queued call."""
         for turn in self._queue.copy():
             if turn.work is not None:
                 return turn
         return None
 
-    def of_this_thread(self) -> Turn[W] | None:
+    def of_this_thread(self) -> Turn | None:
         """The turn of the call that this thread is in, if it is in one."""
         here = threading.get_ident()
         for turn in self._queue.copy():
@@ -94,7 +92,7 @@ class Turns(Generic[W]):
                 self.leave(turn)
         return None
 
-    def wait_for(self, turn: Turn[W], check: Callable[[], object]) -> None:
+    def wait_for(self, turn: Turn, check: Callable[[], object]) -> None:
         """Wait until a turn has come, or is over.
 
         Args:
@@ -108,16 +106,12 @@ class Turns(Generic[W]):
             # ended as the turn before this one leaves the queue; a call ends by the deadlines of
             # its own waits
             if not turn.news.wait(LOOK):
-                self._put_out_the_dead()
+                for each in self._queue.copy():
+                    if not each.is_alive():  # an interrupt has kept it from leaving
+                        self.leave(each)
                 check()
 
-    def _put_out_the_dead(self) -> None:
-        """Take those turns out of the queue that an interrupt has kept from leaving it."""
-        for turn in self._queue.copy():
-            if not turn.is_alive():
-                self.leave(turn)
-
-    def leave(self, turn: Turn[W]) -> None:
+    def leave(self, turn: Turn) -> None:
         """Take a turn out of the queue, and wake up who is next. Twice is fine."""
         turn.is_over = True
         turn.frame = None  # which has the turn, too

@@ -65,10 +65,6 @@ class Wires:
         for each in errors:  # only now: a handler of the log may block, or raise
             _log.error("rank %d: a wire cannot be aborted: %r", self._rank, each)
 
-    def close_wire(self) -> None:
-        """Close that of the CPU."""
-        self._wire.close()
-
     def close_verbs(self) -> None:
         """Let go of the process groups that verbs have made, each also where another raises."""
         with contextlib.ExitStack() as stack:
@@ -107,7 +103,7 @@ def verdict_on(failure: Failure, rank: int) -> Verdict:
     return Verdict(failure.peer, failure.text)
 
 
-def verdict_on_exception(error: Exception, rank: int) -> Verdict:
+def verdict_on_exception(error: BaseException, rank: int) -> Verdict:
     """The verdict on the wire of a rank that raised what none may raise."""
     return Verdict(rank, f"rank {rank}: its wire raised {in_short(in_words(error))}")
 
@@ -120,28 +116,19 @@ def is_of_a_signal(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    handlers = _codes_of_handlers()
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {_code_of(handler) for handler in handlers if callable(handler)}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        if trace.tb_frame.f_code in codes:
             return True
         trace = trace.tb_next
     return False
 
 
-def _codes_of_handlers() -> set[CodeType]:
-    """The code of all handlers of signals that are written in Python."""
-    codes = set()
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
-        code = _code_of(handler) if callable(handler) else None
-        if code is not None:
-            codes.add(code)
-    return codes
-
-
 def _code_of(handler: Callable[..., Any]) -> CodeType | None:
-    """The code of a function, of a method, or of an object that can be called."""
+    """The code of a function, of a method, or of an object that can be called; None: it has none
+    that is written in Python."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     call = handler if hasattr(handler, "__code__") else type(handler).__call__

@@ -37,7 +37,6 @@ from .server import Server
 from .turns import Turn, Turns
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 _GRACE = 1.0  # seconds that calls get to finish at exit, or where the group is broken
 _LAST = 1.0  # seconds in which they end after the group was aborted
@@ -70,12 +69,10 @@ class Member(Protocol):
         """Break the group for all ranks, on account of this one."""
 
 
-class StreamJob(Protocol[T_co]):
+class StreamJob(Protocol):
     """A job that works in a stream of its own: `weft.base.devices.Aside`, which describes it."""
 
     accelerators: list[int | str | torch.device]
-
-    def __call__(self) -> T_co: ...
 
     def claim_thread(self) -> None: ...
 
@@ -129,16 +126,16 @@ class Worker:
         self.history: deque[Entered] = deque(maxlen=REMEMBERED)
         self._counts: dict[tuple[int, ...], int] = {}  # calls entered, by the ranks they are of
         self._stopped = False
-        self._forks = 0  # how many parents of this process had this, perhaps with calls under way
         self._lost = False  # a call raised a WireError: the group is broken
         self._is_break_known = False  # and its caller has had that, or has no need to
         # the calls that raised; no WeakSet, which cannot be read while another thread adds
         self._failed: set[weakref.ref[Work[Any]]] = set()
-        self._begin()
+        self.reset()
 
-    def _begin(self) -> None:
-        """Begin with an empty queue and no threads."""
-        self._turns: Turns[Work[Any]] = Turns()
+    def reset(self) -> None:
+        """Begin with an empty queue and no threads: also in a forked child, where no thread would
+        serve the calls under way."""
+        self._turns = Turns()
         self._several = False  # whether the job that runs may make calls itself
         self._jobs = Server(f"weft worker {self.rank}")
         # a callback that waits for another call must not block the thread that runs the calls
@@ -172,7 +169,7 @@ class Worker:
                 return self._do(member, name, job)
         self._check_outside(name)
         self._check_open(name)
-        turn: Turn[Work[Any]] = Turn(name, sys._getframe())
+        turn = Turn(name, sys._getframe())
         try:
             try:
                 self.made += 1
@@ -230,9 +227,7 @@ class Worker:
         self.history.append(self.entered)
         return True
 
-    def submit(
-        self, name: str, job: Callable[[], T] | StreamJob[T], *, several: bool = False
-    ) -> Work[T]:
+    def submit(self, name: str, job: Callable[[], T], *, several: bool = False) -> Work[T]:
         """Queue `job` for the worker's thread, with this thread's context and gradient mode.
 
         It starts once this has returned. An interrupt in here breaks the group, and it never does.
@@ -261,12 +256,11 @@ class Worker:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return context.run(job)
 
-        in_stream = cast(StreamJob[T], job) if hasattr(job, "claim_thread") else None
-        work: Work[T] = Work(self, name, in_stream)
+        as_call = functools.partial(self._do, member, name, as_here, several)
+        in_stream = cast(StreamJob, job) if hasattr(job, "claim_thread") else None
+        work = Work(self, name, as_call, in_stream)
         turn = Turn(name, sys._getframe(), work)
         try:
-            work._job = functools.partial(self._do, member, name, as_here, several)
-            work._end_range = profiled_until(name)
             self.made += 1
             self._turns.join(turn)
             self._jobs.start()
@@ -382,9 +376,9 @@ class Worker:
     def _serve(self) -> None:
         """On the thread of jobs: run the first of those in the queue, when its turn comes."""
         turn = self._turns.first_queued()
-        if turn is None or turn.work is None:  # the caller of one was interrupted
+        if turn is None:  # the caller of one was interrupted
             return
-        work = turn.work
+        work: Work[Any] = turn.work
         try:
             self._turns.wait_for(turn, self.member().check)
             if self._is_submitted(turn):
@@ -401,18 +395,13 @@ class Worker:
         work._end()
         del turn, work  # the traceback of the error has this frame, and would keep them alive
 
-    def _is_submitted(self, turn: Turn[Work[Any]]) -> bool:
+    def _is_submitted(self, turn: Turn) -> bool:
         """Wait until the call of `submit` that made a turn is over; whether it ended well."""
         while turn.thread is not None and not turn.is_over:
             if not turn.is_alive():
                 self._turns.leave(turn)
             time.sleep(_SOON)  # it has a few operations left, and no call that could say so
         return not turn.is_over
-
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread that would serve the calls under way."""
-        self._forks += 1
-        self._begin()
 
 
 class Work(Generic[T]):
@@ -426,17 +415,25 @@ class Work(Generic[T]):
     _error: BaseException | None = None  # what the job raised
     _is_told = False  # somebody has had that, or has no need to
 
-    def __init__(self, worker: Worker, name: str, aside: StreamJob[T] | None = None) -> None:
-        """`aside` is the job, where it runs in a stream of its own."""
+    def __init__(
+        self, worker: Worker, name: str, job: Callable[[], T], aside: StreamJob | None
+    ) -> None:
+        """
+        Args:
+            worker: that runs it.
+            name: of the call.
+            job: what is to be run.
+            aside: what that runs, if it is in a stream of its own.
+        """
         self._worker = worker
-        self._forks = worker._forks  # as of now: a child of this process has one more
+        self._jobs = worker._jobs  # which have it in their queue; a forked child has others
         self._name = name
         self._aside = aside
-        self._job: Callable[[], T] | None = None  # what is to be run; None: it runs, or has run
+        self._job: Callable[[], T] | None = job  # what is to be run; None: it runs, or has run
         self._value: T | None = None  # what it returned
         self._ended = Latch()
         self._at_end: deque[Callable[[], object]] = deque()  # to call once it has ended
-        self._end_range: Callable[[], object] = _nothing  # of the profiler
+        self._end_range = profiled_until(name)
 
     def __repr__(self) -> str:
         if not self.is_completed():
@@ -488,7 +485,7 @@ class Work(Generic[T]):
 
     def _check_process(self) -> None:
         """Raise WeftError in a forked child, where a call that was under way never ends."""
-        if self._forks < self._worker._forks and not self.is_completed():
+        if self._jobs is not self._worker._jobs and not self.is_completed():
             raise WeftError(
                 f"rank {self._worker.rank}: {self._name} was under way when this process was "
                 "forked: wait for it in the parent"
@@ -634,10 +631,6 @@ def _of_caller(error: BaseException) -> BaseException | None:
     cause = error.__cause__
     is_of_caller = isinstance(error, Error) and not isinstance(cause, Exception)
     return cause if is_of_caller else None
-
-
-def _nothing() -> None:
-    return None
 
 
 def _complete(raw: torch.futures.Future[T], work: Work[T], errors: list[BaseException]) -> None:
