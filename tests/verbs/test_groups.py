@@ -171,7 +171,7 @@ def broken(group):
     ended, end = [], verbs_of_group._end_gloo
 
     def end_slowly(process_group):
-        time.sleep(1.0)
+        time.sleep(0.2)
         end(process_group)
         ended.append(process_group)
 
