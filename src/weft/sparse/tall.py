@@ -81,7 +81,7 @@ class Tall(NamedTuple):
             return [result]
         counts = [high - low for low, high in pairwise([0, *cuts, len(result)])]
         indices = shifted(result.indices, counts, [-start for start in self.starts[:-1]])
-        parts = zip(_apart(indices, counts), _apart(result.values, counts), strict=True)
+        parts = zip(_copies(indices, counts), _apart(result.values, counts), strict=True)
         return [
             Rows(indices.to(each.rows.indices.dtype), values, each.rows.height)
             for each, (indices, values) in zip(self.tables, parts, strict=True)
@@ -105,12 +105,16 @@ def _apart(whole: Tensor, counts: list[int]) -> list[Tensor]:
 
     On the host they share the memory of the whole; on a device they are copies.
     """
-    if not kernels.on_host(whole):
-        parts = [whole.new_empty((count, *whole.shape[1:])) for count in counts]
-        if whole.numel():  # on CUDA torch divides by the bytes of a row
-            torch.split_with_sizes_copy(whole, counts, out=parts)
-        return parts
-    return [_own(part) for part in torch.split(whole, counts)]
+    if kernels.on_host(whole):
+        return [_own(part) for part in torch.split(whole, counts)]
+    return _copies(whole, counts)
+
+
+def _copies(whole: Tensor, counts: list[int]) -> list[Tensor]:
+    parts = [whole.new_empty((count, *whole.shape[1:])) for count in counts]
+    if whole.numel():  # on CUDA torch divides by the bytes of a row
+        torch.split_with_sizes_copy(whole, counts, out=parts)
+    return parts
 
 
 def _own(part: Tensor) -> Tensor:
