@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft.base.memory import Pool
 from weft.comm import uneven
+from weft.nn import executor
+from weft.nn.grid import Box, whole
+from weft.nn.plan import between
 from weft.schedules import dense
 from weft.sparse import look, plain, run, tables, tall
 from weft.sparse.header import Header
@@ -147,6 +150,25 @@ def test_a_small_table_is_two_reductions():
     assert (collectives, reads) == (2, 2) and operations <= 45, operations
 
 
+def test_a_part_of_a_sum_takes_no_read_more():
+    """Each rank cuts its own from the sum of all."""
+
+    def part(verbs, rows, call):
+        sums, cuts = plain.summed(verbs, rows, call, [7, 400])
+        assert cuts == [5, 300]
+        return sums
+
+    own = [DISTINCT, 3, 0, 499]
+    cases = (HEIGHT, True, (1, 2)), (500, True, (2, 2)), (500, False, (1, 2))
+    for height, reduces, asked in cases:
+        answers = [own, [1500, 5, 300]]
+        found = {
+            counted(size, part, height=height, reduces=reduces, answers=answers) for size in RANKS
+        }
+        ((operations, *others),) = found
+        assert tuple(others) == asked and operations <= 50, operations
+
+
 def test_rows_that_only_move():
     def every(verbs, rows, call):
         return plain.concatenated(verbs, call)
@@ -258,6 +280,30 @@ def test_a_routine_is_one_collective_and_few_operations(name):
     found = {routine(size, body) for size in RANKS}
     ((operations, collectives),) = found
     assert collectives == 1 and operations <= most, operations
+
+
+# whose operations grow with what a rank has to do with others
+def repartition(verbs):
+    """What rank 0 of a row of ranks does: its rows become columns."""
+    size = verbs.size
+    rows = {rank: Box((rank, 0), (rank + 1, size)) for rank in range(size)}
+    columns = {rank: Box((0, rank), (size, rank + 1)) for rank in range(size)}
+    plan = between(rows, columns)
+    executor._by_an_exchange(plan, on_meta(1, size), range(size), verbs)
+
+
+def everywhere(verbs):
+    """What rank 0 does: its tensor goes to all."""
+    plan = between({0: whole((5,))}, {rank: whole((5,)) for rank in range(verbs.size)})
+    executor._broadcast(plan, on_meta(5), range(verbs.size), verbs)
+
+
+@pytest.mark.parametrize(("body", "most"), [(repartition, 2), (everywhere, 0)])
+def test_a_layer_is_one_collective(body, most):
+    """And a copy or two of what goes to each rank, and comes from it."""
+    for size in RANKS:
+        operations, collectives = routine(size, body)
+        assert collectives == 1 and operations <= 2 + most * size, operations
 
 
 def test_a_plan_of_remote_rows_is_one_read(monkeypatch):
