@@ -116,6 +116,18 @@ def test_tables_whose_heights_together_need_more_than_32_bits(group, height):
             check(group, got, kinds, 20)
 
 
+@pytest.mark.parametrize("name", ["auto", "plain"])
+@spmd(2, on=THREADS)
+def test_the_last_of_all_keys_is_the_first_of_more_than_31_bits(group, name):
+    """It is not taken for what fills the list of a rank with fewer rows."""
+    top = 2**30 - 1
+    last = (torch.tensor([top, 2, top - 1])[: 1 + 2 * group.rank], torch.ones(1 + 2 * group.rank))
+    first = (torch.tensor([top, 3]), torch.ones(2))
+    (one, _), (other, sums) = weft.sparse_all_reduce([first, last], algorithm=name)
+    assert one.tolist() == [3, top]
+    assert other.tolist() == [2, top - 1, top] and sums.tolist() == [1, 1, 2]
+
+
 def check_against_single_calls(group, rows, algorithm="auto", **options):
     """For larger tables: the definition takes too long, and a call for each is tested elsewhere."""
     got = weft.sparse_all_reduce(rows, algorithm=algorithm, **options)
