@@ -142,11 +142,20 @@ def test_a_lock_that_is_held_for_long_is_not_waited_for(tmp_path):
     body = """
 import filelock
 jit.WAIT = 0.1
-with filelock.FileLock(f"{jit.folder_of_instances()}.{jit.USUAL[0]}.lock"):
+held = filelock.FileLock(f"{jit.folder_of_instances()}.{jit.USUAL[0]}.lock")
+class Waited(filelock.FileLock):
+    def acquire(self, *given, **named):
+        try:
+            return super().acquire(*given, **named)
+        except filelock.Timeout:
+            print("not had")
+            raise
+with held:
+    filelock.FileLock = Waited
     count()
 """
     (output,) = forked(1, body, tmp_path)
-    assert output.startswith("2 ")
+    assert output.startswith("not had\n2 ")
 
 
 def test_a_home_that_cannot_be_written_to(tmp_path):
