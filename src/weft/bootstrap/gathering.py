@@ -234,9 +234,11 @@ def _gloo_at(interfaces: Sequence[str]) -> Iterator[None]:
 
     torch takes them from the environment alone. Without names gloo chooses.
     """
+    if not interfaces:  # nor is anything put back that another thread may have set
+        yield
+        return
     before = os.environ.get(GLOO)
-    if interfaces:
-        os.environ[GLOO] = ",".join(interfaces)
+    os.environ[GLOO] = ",".join(interfaces)
     try:
         yield
     finally:

@@ -127,7 +127,7 @@ def reduced(group: Group, of_all: Request, requests: Sequence[Request]) -> list[
         for kind, look in looks.items():
             mine[own[kind][0], -1] = len(look.indices)
     fields = {**of_all.fields, "number of tables": len(requests), "device": carried_by(verbs)}
-    numbers, shapes, agreed = _agreed(group, fields, requests, mine)
+    numbers, shapes, agreed = _agreed(group, fields, requests, shapes, mine)
     _, highest, counts = np.moveaxis(numbers, 2, 0)
     parts = [request.rows for request in requests]  # of which no rank has rows
     records = []
@@ -223,9 +223,20 @@ def _record_of_list(group: Group, records: Sequence[Record]) -> Record:
 
 
 def _agreed(
-    group: Group, fields: Mapping[str, object], requests: Sequence[Request], mine: NDArray[np.int64]
+    group: Group,
+    fields: Mapping[str, object],
+    requests: Sequence[Request],
+    shapes: Sequence[Shape],
+    mine: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], list[Shape], Mapping[str, str]]:
     """Tell each other the numbers of all tables; collective.
+
+    Args:
+        group: the ranks that take part.
+        fields: the fingerprint of the call.
+        requests: the tables.
+        shapes: their row shapes, as this rank has them.
+        mine: their numbers on this rank, `[tables, numbers]`.
 
     Returns:
         The numbers of all ranks, `[size, tables, numbers]`; the row shape of each table, if no rank
@@ -242,10 +253,10 @@ def _agreed(
         parts.append(np.stack(opening.read(_numbers_in, len(own))))
     numbers = np.concatenate(parts, axis=1)
     digests = numbers[:, :, 0]
-    shapes = [tuple(each.rows.row_shape) for each in requests]
+    agreed = [*shapes]
     for table in np.flatnonzero((digests != digests[0]).any(0)).tolist():
-        shapes[table] = _row_shape(group, table, requests[table])
-    return numbers, shapes, opening.fields
+        agreed[table] = _row_shape(group, table, requests[table])
+    return numbers, agreed, opening.fields
 
 
 def _row_shape(group: Group, number: int, request: Request) -> tuple[int, ...]:

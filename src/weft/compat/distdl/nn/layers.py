@@ -56,7 +56,9 @@ class _Layer(nn.Layer):
             kept = [int(axis) for axis in np.ravel(axes_keep)]
             P_x.grid.keep(kept)  # raises if one is no axis
             axes = [dim for dim in range(P_x.dim) if not {dim, dim - P_x.dim} & {*kept}]
-        super().__init__(P_x.grid, [int(axis) for axis in np.ravel(axes)])  # type: ignore[call-arg, arg-type]
+        dims = [int(axis) for axis in np.ravel(axes)]
+        # to weft's layer, the other base of each such class, of which mypy does not know here
+        super().__init__(P_x.grid, dims)  # type: ignore[call-arg, arg-type]
         self._of(P_x, P_x, scale_backward=scale_backward)
 
     @entry
